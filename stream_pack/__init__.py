@@ -1,0 +1,97 @@
+"""stream_pack: very large models from PyTorch to memory-mapped files that a GPU uses in place.
+
+The names below are the whole public surface.  They load on first use, so that importing this
+package costs nothing and ``python -m stream_pack convert`` never imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from stream_pack._version import __version__
+
+if TYPE_CHECKING:
+    from stream_pack.align import Alignment
+    from stream_pack.errors import (
+        ChecksumError,
+        FormatError,
+        LimitError,
+        MappingInUse,
+        MetalError,
+        NewerVersionError,
+        NotAPackError,
+        RawPayloadError,
+        SourceChecksumError,
+        SourceError,
+        StateError,
+        StreamPackError,
+        TrailingBytesError,
+        TruncatedError,
+        TruncatedSourceError,
+        UnknownTensorError,
+        UnsupportedCheckpointError,
+        UnsupportedTensorError,
+    )
+    from stream_pack.reader.pack import Pack, open
+    from stream_pack.reader.safe_open import load_file, safe_open
+    from stream_pack.report import Report
+    from stream_pack.writer.convert import convert, save_file
+    from stream_pack.writer.incremental import Spec, Writer
+
+__all__ = [
+    "Alignment",
+    "ChecksumError",
+    "FormatError",
+    "LimitError",
+    "MappingInUse",
+    "MetalError",
+    "NewerVersionError",
+    "NotAPackError",
+    "Pack",
+    "RawPayloadError",
+    "Report",
+    "SourceChecksumError",
+    "SourceError",
+    "Spec",
+    "StateError",
+    "StreamPackError",
+    "TrailingBytesError",
+    "TruncatedError",
+    "TruncatedSourceError",
+    "UnknownTensorError",
+    "UnsupportedCheckpointError",
+    "UnsupportedTensorError",
+    "Writer",
+    "__version__",
+    "convert",
+    "load_file",
+    "open",
+    "safe_open",
+    "save_file",
+]
+
+_MODULES = {
+    "Alignment": "stream_pack.align",
+    "Pack": "stream_pack.reader.pack",
+    "Report": "stream_pack.report",
+    "Spec": "stream_pack.writer.incremental",
+    "Writer": "stream_pack.writer.incremental",
+    "convert": "stream_pack.writer.convert",
+    "load_file": "stream_pack.reader.safe_open",
+    "open": "stream_pack.reader.pack",
+    "safe_open": "stream_pack.reader.safe_open",
+    "save_file": "stream_pack.writer.convert",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_MODULES.get(name, "stream_pack.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,36 @@
+"""The limits of the format, each with its reason."""
+
+from __future__ import annotations
+
+__all__ = [
+    "MAX_BLOCK_NBYTES",
+    "MAX_FLATBUFFER_NBYTES",
+    "MAX_NBYTES",
+    "MAX_RANK",
+    "MAX_TENSORS",
+    "MIN_BLOCK_NBYTES",
+    "VERIFIER_TENSORS",
+]
+
+MAX_NBYTES = 2**62
+"""Bytes, or elements, of a tensor, and bytes of a pack: any sum of two stays inside a signed 64-bit
+integer."""
+
+MAX_RANK = 64
+"""Dims of a tensor: NumPy's limit, and that of torch's own kernels."""
+
+MAX_TENSORS = 2**31 - 1
+"""Tensors of a pack: the graph numbers them with i32."""
+
+MAX_FLATBUFFER_NBYTES = 2**31 - 1
+"""Bytes of a flatbuffer: offsets to vtables are signed 32-bit."""
+
+VERIFIER_TENSORS = 499_999
+"""Tensors above which C++ verifiers with default limits refuse the graph: a million tables, two a
+tensor and two more."""
+
+MIN_BLOCK_NBYTES = 4 << 10
+"""Smaller blocks: checksums would take more than 0.2 % of the file."""
+
+MAX_BLOCK_NBYTES = 1 << 30
+"""Larger blocks: one core would verify for seconds what all could share."""

@@ -1,0 +1,208 @@
+"""What a file is, from its first bytes: what we read ourselves, and what people hand us by mistake.
+
+Pure: bytes in, a :class:`Kind` or a line of text out.  A kind is a guess at what the bytes *claim* to be; whoever reads
+them proves it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+__all__ = ["SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
+
+SNIFF_NBYTES = 512
+"""Bytes that are looked at: one block of a tar archive, whose magic stands at 257."""
+
+
+class Kind(enum.Enum):
+    """What the first bytes claim."""
+
+    # What this package reads.
+    PACK = "pack"  # or a raw MP00 payload, which begins the same
+    TORCH_ZIP = "torch zip"
+    SAFETENSORS = "safetensors"
+    # Other forms of weights.
+    TORCH_LEGACY = "legacy torch.save"
+    TORCH_SCRIPT = "TorchScript"
+    TORCH_EXPORT = "exported program"
+    PICKLE = "pickle"
+    NPZ = "NumPy archive"
+    NPY = "NumPy array"
+    GGUF = "GGUF"
+    HDF5 = "HDF5"
+    PTE = "ExecuTorch program"
+    PTD = "ExecuTorch data"
+    # Wrappings.
+    ZIP = "zip"
+    TAR = "tar"
+    GZIP = "gzip"
+    ZSTD = "zstd"
+    XZ = "xz"
+    BZIP2 = "bzip2"
+    LZ4 = "lz4"
+    # Mishaps.
+    EMPTY = "empty"
+    ZEROS = "zeros"
+    HTML = "HTML"
+    GIT_LFS = "Git LFS pointer"
+    LEADING_TEXT = "text before an archive"
+    TEXT = "text"
+    UNKNOWN = "unknown"
+
+
+_MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
+    (0, b"\0\0\0\0MP00", Kind.PACK),
+    (0, b"GGUF", Kind.GGUF),
+    (0, b"\x93NUMPY", Kind.NPY),
+    (0, b"\x89HDF\r\n\x1a\n", Kind.HDF5),
+    (0, b"\x1f\x8b", Kind.GZIP),
+    (0, b"\x28\xb5\x2f\xfd", Kind.ZSTD),
+    (0, b"\xfd7zXZ\0", Kind.XZ),
+    (4, b"1AY&SY", Kind.BZIP2),  # after "BZh" and a digit; a text may begin like those
+    (0, b"\x04\x22\x4d\x18", Kind.LZ4),
+    (0, b"PK\5\6", Kind.ZIP),  # an archive of no files
+    # Flatbuffers carry their identifier, two letters and a two-digit version, behind the root's offset.
+    (4, b"ET12", Kind.PTE),
+    (4, b"FT01", Kind.PTD),
+    (257, b"ustar", Kind.TAR),
+)
+
+_ZIP_ENTRY = b"PK\3\4"
+_BEGINNING = re.compile(rb"PK\x03\x04|\x80[\x02-\x05]|\0{4}MP00")
+"""Where an input that begins with text may really begin: an archive, a pickle, a pack."""
+_TORCH_RECORD = re.compile(
+    r"(data\.pkl|data/\d+|\.data/.*|byteorder|version|\.format_version|\.storage_alignment)$"
+)
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # Source: torch/serialization.py, MAGIC_NUMBER
+_LEGACY = re.compile(
+    rb"(\x80[\x02-\x05](\x95.{8})?\x8a\x0a%b|L%dL\n)\."  # protocols 2 to 5, the later two in frames; 0 and 1
+    % (re.escape(_LEGACY_MAGIC.to_bytes(10, "little")), _LEGACY_MAGIC),
+    re.DOTALL,
+)
+
+_MAX_SAFETENSORS_HEADER_NBYTES = 2**40
+"""The format allows 100,000,000; a greater claim is still safetensors, damaged.  Eight bytes of text are above this."""
+
+_WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)\b", re.IGNORECASE)
+_NOT_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # ESC is text: terminals' colours
+_MAX_SHOWN = 40
+
+_ADVICE: dict[Kind, str] = {
+    Kind.PACK: "a pack, or a raw MP00 payload",
+    Kind.TORCH_ZIP: "a checkpoint of torch.save",
+    Kind.SAFETENSORS: "a safetensors file",
+    Kind.TORCH_LEGACY: "a checkpoint in torch.save's format before 1.6: load it with torch and save it again",
+    Kind.TORCH_SCRIPT: "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()",
+    Kind.TORCH_EXPORT: "an exported program (.pt2): load it with torch.export.load and save its state_dict",
+    Kind.PICKLE: "a bare pickle, which torch.save did not write: load it where it is trusted and save its tensors "
+    "with torch.save",
+    Kind.NPZ: "a NumPy archive (.npz): give its arrays to save_file",
+    Kind.NPY: "a NumPy array (.npy), which has no name: give it to save_file",
+    Kind.GGUF: "a GGUF file: take the checkpoint it was made from",
+    Kind.HDF5: "an HDF5 file (Keras?): load it where it was written and save its tensors",
+    Kind.PTE: "an ExecuTorch program (.pte): take the checkpoint it was made from",
+    Kind.PTD: "an ExecuTorch data file (.ptd): take the checkpoint it was made from",
+    Kind.ZIP: "a zip archive, but not of torch.save: unpack it first",
+    Kind.TAR: "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)",
+    Kind.GZIP: "compressed: pipe it through gzip -dc",
+    Kind.ZSTD: "compressed: pipe it through zstd -dc",
+    Kind.XZ: "compressed: pipe it through xz -dc",
+    Kind.BZIP2: "compressed: pipe it through bzip2 -dc",
+    Kind.LZ4: "compressed: pipe it through lz4 -dc",
+    Kind.EMPTY: "empty input: did the program that writes it fail?",
+    Kind.ZEROS: "nothing but zero bytes: a download that reserved its space and never filled it?",
+    Kind.HTML: "a web page: the download gave a login or an error, not the file",
+    Kind.GIT_LFS: "a Git LFS pointer, not the file itself: run git lfs pull",
+    Kind.LEADING_TEXT: "text before the archive: does the program that writes it print to stdout?",
+    Kind.TEXT: "text",
+    Kind.UNKNOWN: "no format known here",
+}
+_SHOWS_START = {Kind.HTML, Kind.LEADING_TEXT, Kind.TEXT}
+
+
+def sniff(start: bytes) -> Kind:
+    """Tell what ``start``, the first 512 bytes of an input (all of it, if it has fewer), claims to be."""
+    if not start:
+        return Kind.EMPTY
+    start = start[:SNIFF_NBYTES]
+    for at, magic, kind in _MAGICS:
+        if start.startswith(magic, at):
+            return kind
+    if start.startswith(_ZIP_ENTRY):
+        return _zip_kind(_first_zip_entry(start))
+    if _LEGACY.match(start):
+        return Kind.TORCH_LEGACY
+    if start[0] == 0x80 and 2 <= int.from_bytes(start[1:2], "little") <= 5:
+        return Kind.PICKLE
+    if start.startswith(b"version https://git-lfs"):
+        return Kind.GIT_LFS
+    if _WEB_PAGE.match(start):
+        return Kind.HTML
+    if _is_safetensors(start):
+        return Kind.SAFETENSORS
+    if not start.strip(b"\0"):
+        return Kind.ZEROS
+    return _text_kind(start)
+
+
+def describe(kind: Kind, start: bytes) -> str:
+    """One line: what input of this kind is, and what to do about it; ``start`` as for :func:`sniff`."""
+    text = _ADVICE[kind]
+    if kind in _SHOWS_START:
+        what, separator, advice = text.partition(": ")
+        shown = start[:_MAX_SHOWN]
+        if kind is Kind.LEADING_TEXT:
+            shown = _BEGINNING.split(start, maxsplit=1)[0][-_MAX_SHOWN:]
+        text = f"{what}, {shown!r}{separator}{advice}"
+    elif kind is Kind.UNKNOWN:
+        end = "" if len(start) > 16 else ", and that is all"
+        text = f"{text}: it begins with the bytes {start[:16].hex(' ')}{end}"
+    return text
+
+
+def describe_start(start: bytes) -> str:
+    """One line: what ``start`` looks like, and what to do about it."""
+    return describe(sniff(start), start)
+
+
+def _first_zip_entry(start: bytes) -> str:
+    # Local header: name length at 26, name at 30.
+    nbytes = int.from_bytes(start[26:28], "little")
+    return start[30 : 30 + nbytes].decode(errors="replace")
+
+
+def _zip_kind(entry: str) -> Kind:
+    if entry.endswith(".npy"):
+        return Kind.NPZ
+    record = entry.partition("/")[2]
+    if record.startswith(("code/", "constants.pkl")):
+        return Kind.TORCH_SCRIPT
+    if record.startswith(("data/weights/", "data/constants/", "models/", "archive_")):
+        return Kind.TORCH_EXPORT
+    # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
+    # was zipped again in another order.
+    return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP
+
+
+def _is_safetensors(start: bytes) -> bool:
+    nbytes = int.from_bytes(start[:8], "little")
+    return start[8:9] == b"{" and nbytes < _MAX_SAFETENSORS_HEADER_NBYTES
+
+
+def _text_kind(start: bytes) -> Kind:
+    beginning = _BEGINNING.search(start)
+    if beginning and _is_text(start[: beginning.start()]):
+        return Kind.LEADING_TEXT
+    return Kind.TEXT if _is_text(start) else Kind.UNKNOWN
+
+
+def _is_text(data: bytes) -> bool:
+    if _NOT_TEXT.search(data):
+        return False
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        # The last character may be cut off.
+        return error.end == len(data) and error.start > len(data) - 4 > 0
+    return True
