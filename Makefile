@@ -1,0 +1,41 @@
+# Everything works on a fresh machine with Python 3.10 or later: the first target that needs it makes .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INPUTS := setup.cfg pyproject.toml constraints.txt stream_pack/_version.py
+
+.PHONY: help demo test lint perf clean
+
+help:
+	@echo "make demo   pipe a checkpoint made on the spot into a pack, then inspect and verify it"
+	@echo "make test   all tests"
+	@echo "make lint   ruff, formatting, types, import contracts"
+	@echo "make perf   benchmarks against cp, cat and safetensors"
+	@echo "make clean  remove what these targets made"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of extras: it is older than setup.cfg or constraints.txt when something may have changed.
+$(VENV)/.installed-%: $(INPUTS) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-progress
+	@PYTHON="$(CURDIR)/$(BIN)/python" bash examples/demo.sh
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: $(VENV)/.installed-dev $(VENV)/.installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+perf: $(VENV)/.installed-test
+	$(BIN)/python -m perf
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""What several tests need: measuring instruments, each tested by itself."""
