@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         MetalError,
         NewerVersionError,
         NotAPackError,
+        OptionError,
         RawPayloadError,
         SourceChecksumError,
         SourceError,
@@ -35,19 +36,21 @@ if TYPE_CHECKING:
     )
     from stream_pack.reader.pack import Pack, open
     from stream_pack.reader.safe_open import load_file, safe_open
-    from stream_pack.report import Report
-    from stream_pack.writer.convert import convert, save_file
+    from stream_pack.report import Forecast, Report
+    from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
 
 __all__ = [
     "Alignment",
     "ChecksumError",
+    "Forecast",
     "FormatError",
     "LimitError",
     "MappingInUse",
     "MetalError",
     "NewerVersionError",
     "NotAPackError",
+    "OptionError",
     "Pack",
     "RawPayloadError",
     "Report",
@@ -65,6 +68,7 @@ __all__ = [
     "Writer",
     "__version__",
     "convert",
+    "forecast",
     "load_file",
     "open",
     "safe_open",
@@ -73,11 +77,13 @@ __all__ = [
 
 _MODULES = {
     "Alignment": "stream_pack.align",
+    "Forecast": "stream_pack.report",
     "Pack": "stream_pack.reader.pack",
     "Report": "stream_pack.report",
     "Spec": "stream_pack.writer.incremental",
     "Writer": "stream_pack.writer.incremental",
     "convert": "stream_pack.writer.convert",
+    "forecast": "stream_pack.writer.convert",
     "load_file": "stream_pack.reader.safe_open",
     "open": "stream_pack.reader.pack",
     "safe_open": "stream_pack.reader.safe_open",

@@ -32,7 +32,8 @@ class Catalog:
     (prefix sums into the flat ``dims``), ``nbytes``, ``storages``, ``starts``: one entry a tensor.
     ``derived`` maps each derived storage to the range (storage, begin, end) of the source that it
     is made from (what the limit on blow-up is measured against).  ``storages_nbytes`` is the length
-    of all storages that the source holds, used or not.  ``metadata`` and ``notes`` (tensor, key,
+    of all storages that the source holds, used or not.  ``source_dtypes``, if given, are the dtypes that
+    the source has, where they are to be cast to ``dtypes`` on the way.  ``metadata`` and ``notes`` (tensor, key,
     value) go into the pack as they are.
 
     Units: bytes; ``starts`` counts from the storage's first byte.
@@ -47,6 +48,7 @@ class Catalog:
     starts: NDArray[np.int64]
     derived: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
     storages_nbytes: int = 0
+    source_dtypes: NDArray[np.uint8] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[tuple[int, str, str]] = ()
 

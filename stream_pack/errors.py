@@ -3,6 +3,7 @@
 The classes are grouped by blame:
 
 * :class:`SourceError` - the input cannot be packed as it is;
+* :class:`OptionError` - an option of the call means nothing;
 * :class:`LimitError` - what was asked for exceeds a limit, known before the first byte;
 * :class:`FormatError` - the file is not a valid pack (nothing was recomputed to find out);
 * :class:`ChecksumError` - bytes differ from what was written;
@@ -17,23 +18,29 @@ All derive from :class:`StreamPackError` and from the builtin that fits, and all
 from __future__ import annotations
 
 __all__ = [
+    "AlignmentError",
     "ChecksumError",
     "FormatError",
     "LimitError",
     "MappingInUse",
+    "MetalBufferError",
     "MetalError",
+    "MetalUnavailable",
     "NewerVersionError",
     "NotAPackError",
+    "OptionError",
     "RawPayloadError",
     "SourceChecksumError",
     "SourceError",
     "StateError",
     "StreamPackError",
+    "TensorTooLarge",
     "TrailingBytesError",
     "TruncatedError",
     "TruncatedSourceError",
     "UnknownTensorError",
     "UnsupportedCheckpointError",
+    "UnsupportedDtype",
     "UnsupportedTensorError",
 ]
 
@@ -62,6 +69,10 @@ def _rebuild(
     cls: type[StreamPackError], message: str, attributes: dict[str, object]
 ) -> StreamPackError:
     return cls(message, **attributes)
+
+
+class OptionError(StreamPackError, ValueError):
+    """An option that has no meaning: a pattern that does not parse, an unknown dtype."""
 
 
 class SourceError(StreamPackError, ValueError):
@@ -166,3 +177,42 @@ class UnknownTensorError(StreamPackError, KeyError):
 
 class MetalError(StreamPackError, RuntimeError):
     """Base of the errors of :mod:`stream_pack.metal`."""
+
+
+class MetalUnavailable(MetalError):
+    """No Metal device that could be used here, or not for this; the message says what is in the way."""
+
+
+class MetalBufferError(MetalError):
+    """An MTLBuffer that cannot be: Metal refused it, or its range is not one.
+
+    Attributes, where they apply: ``address``, ``nbytes``.
+    """
+
+    address: int
+    nbytes: int
+
+
+class AlignmentError(MetalError):
+    """Bytes do not stand where they would have to.  Attributes: ``value``, ``alignment`` (in bytes)."""
+
+    value: int
+    alignment: int
+
+
+class TensorTooLarge(MetalError):
+    """A tensor that no buffer of the device holds.  Attributes: ``tensors``, ``nbytes``, ``limit``.
+
+    ``nbytes`` is that of the largest of them.
+    """
+
+    tensors: tuple[str, ...]
+    nbytes: int
+    limit: int
+
+
+class UnsupportedDtype(MetalError):
+    """A dtype that the consumer does not have.  Attributes: ``tensor``, ``dtype``."""
+
+    tensor: str
+    dtype: str

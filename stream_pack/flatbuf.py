@@ -98,16 +98,23 @@ class Table:
         where = self.vector_position(slot, 1)
         return None if where is None else self._text(*where)
 
-    def strings(self, slot: int) -> list[str]:
-        """The texts of a vector of strings; absent counts as empty."""
+    def strings(self, slot: int, *, limit: int) -> list[str]:
+        """The texts of a vector of at most ``limit`` strings; absent counts as empty."""
         where = self.vector_position(slot, 4)
+        if where is not None and where[1] > limit:
+            raise FormatError(
+                f"{self.what} is broken: {where[1]} texts where at most {limit} may stand"
+            )
         texts = []
+        total = 0
         for number in range(where[1] if where else 0):
             assert where is not None
             position = where[0] + 4 * number
             position += self._read("<I", position)
             nbytes = self._read("<I", position)
-            if position + 4 + nbytes > len(self.data):
+            total += nbytes
+            # Texts may share their bytes, but not so that together they exceed the file.
+            if position + 4 + nbytes > len(self.data) or total > len(self.data):
                 raise self._broken(position)
             texts.append(self._text(position + 4, nbytes))
         return texts

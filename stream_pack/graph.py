@@ -198,6 +198,9 @@ _NUMPY_FIELDS: dict[int, tuple[str, np.dtype[np.integer]]] = {
     5: ("offsets", np.dtype("<u8")),
 }
 _DIMS_SLOT = 2
+_KNOWN_SLOTS = 6
+MAX_VTABLES = 1024
+"""Distinct vtables of values: a writer has one for each choice of fields, and there are six fields."""
 
 
 def decode(data: memoryview) -> GraphValues:
@@ -211,9 +214,9 @@ def decode(data: memoryview) -> GraphValues:
     ids = root.vector(_CONSTANT_IDS, np.int32)
     where = root.vector_position(_MPS_VALUES, 4)
     first, count = where if where is not None else (0, 0)
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
+    if len(ids) > count or (len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count)):
         raise FormatError(
-            f"{what} is broken: constant ids from {int(ids.min())} to {int(ids.max())} for {count} values"
+            f"{what} is broken: {len(ids)} constant ids from {int(ids.min())} to {int(ids.max())} for {count} values"
         )
     raw = np.frombuffer(data, np.uint8)
     fields = first + 4 * ids.astype(np.int64)
@@ -222,13 +225,21 @@ def decode(data: memoryview) -> GraphValues:
     dims_at = np.zeros(len(ids), np.int64)
     vtables = positions - _gather(raw, positions, np.dtype("<i4"), what)
     # Few distinct vtables, whatever the number of values: one step each.
-    for vtable in np.unique(vtables).tolist():
+    distinct = np.unique(vtables).tolist()
+    if len(distinct) > MAX_VTABLES:
+        raise FormatError(
+            f"{what} is broken: {len(distinct)} vtables for tables of {_KNOWN_SLOTS} fields"
+        )
+    for vtable in distinct:
         rows = np.flatnonzero(vtables == vtable)
         vtable_nbytes, table_nbytes = _gather(
             raw, np.array([vtable, vtable + 2]), np.dtype("<u2"), what
         ).tolist()
         slots = _gather(
-            raw, vtable + 4 + 2 * np.arange(max(0, vtable_nbytes - 4) // 2), np.dtype("<u2"), what
+            raw,
+            vtable + 4 + 2 * np.arange(min(max(0, vtable_nbytes - 4) // 2, _KNOWN_SLOTS)),
+            np.dtype("<u2"),
+            what,
         ).tolist()
         for slot, offset in enumerate(slots):
             itemsize = _NUMPY_FIELDS[slot][1].itemsize if slot in _NUMPY_FIELDS else 4
@@ -247,6 +258,9 @@ def decode(data: memoryview) -> GraphValues:
         raise FormatError(
             f"{what} is broken: a value of {int(ranks.max())} dims, the limit is {MAX_RANK}"
         )
+    if 4 * int(ranks.sum()) > len(raw):
+        # Values may refer to one vector of dims; so many that together they exceed the file are a bomb.
+        raise FormatError(f"{what} is broken: {int(ranks.sum())} dims in {len(raw)} bytes")
     dims_ends = np.cumsum(ranks)
     within = np.arange(int(ranks.sum())) - np.repeat(dims_ends - ranks, ranks)
     dims = _gather(raw, np.repeat(dims_at + 4, ranks) + 4 * within, np.dtype("<i4"), what)

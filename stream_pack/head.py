@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stream_pack import graph, index
-from stream_pack.align import align_up
+from stream_pack.align import PAGE_NBYTES, align_up
 from stream_pack.checksum import xxh3, zeros
 from stream_pack.errors import ChecksumError, FormatError
 from stream_pack.header import HEADER_NBYTES, Header
@@ -161,11 +161,13 @@ def decode(data: memoryview) -> Head:
     the_index = index.decode(data[begin : begin + nbytes], region_nbytes=header.region_nbytes)
     region_end = header.region_file_offset + header.region_nbytes
     footer_nbytes = locator.pack_nbytes - region_end - the_index.checksums_nbytes
-    if (
-        header.region_file_offset % the_index.alignment.region
-        or footer_nbytes < FOOTER_NBYTES
-        or footer_nbytes > MAX_NBYTES
-    ):
+    unit = the_index.alignment.region
+    if header.region_file_offset % unit or header.region_nbytes % PAGE_NBYTES:
+        raise FormatError(
+            f"the header places the region at byte {header.region_file_offset} with "
+            f"{header.region_nbytes} bytes: expected multiples of {unit} and {PAGE_NBYTES}"
+        )
+    if footer_nbytes < FOOTER_NBYTES or footer_nbytes > MAX_NBYTES:
         raise FormatError(
             f"the locator gives the pack {locator.pack_nbytes} bytes; header ({header.region_file_offset} + "
             f"{header.region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) disagree"

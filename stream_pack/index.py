@@ -16,13 +16,13 @@ import flatbuffers
 import numpy as np
 from numpy.typing import NDArray
 
-import stream_pack.schema.generated.Index as fbs  # noqa: N813 - flatc names modules like tables
+import stream_pack.schema.generated.Index as fbs
 from stream_pack.align import Alignment
 from stream_pack.checksum import block_counts, check_block_nbytes
 from stream_pack.dtypes import BITS, BY_NAME
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.flatbuf import Table, root_table
-from stream_pack.limits import MAX_FLATBUFFER_NBYTES, MAX_NBYTES, MAX_RANK
+from stream_pack.limits import MAX_DTYPES, MAX_FLATBUFFER_NBYTES, MAX_NBYTES, MAX_RANK
 
 __all__ = ["NO_BUFFER", "PACK_NOTE", "Index", "decode", "encode", "name_columns", "note_columns"]
 
@@ -279,7 +279,7 @@ def decode(data: memoryview, *, region_nbytes: int) -> Index:
     except LimitError as error:
         raise FormatError(f"the index is broken: {error}") from None
 
-    dtype_names = tuple(table.strings(_DTYPE_NAMES))
+    dtype_names = tuple(table.strings(_DTYPE_NAMES, limit=MAX_DTYPES))
     dtype_bits = table.vector(_DTYPE_BITS, np.uint16)
     tensor_buffers = table.vector(_TENSOR_BUFFERS, np.uint32)
     tensor_dtypes = table.vector(_TENSOR_DTYPES, np.uint8)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stream_pack.align import DEFAULT_ALIGNMENT, PAGE_NBYTES, Alignment, align_up
 from stream_pack.catalog import Catalog
 from stream_pack.checksum import BLOCK_NBYTES, check_block_nbytes
-from stream_pack.dtypes import DTYPES
+from stream_pack.dtypes import BITS, DTYPES
 from stream_pack.errors import LimitError
 from stream_pack.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.limits import MAX_NBYTES, MAX_TENSORS
@@ -54,7 +54,8 @@ class Layout:
     For the report, in bytes: ``tensors_nbytes``, all tensors as if each stood alone;
     ``shared_nbytes``, what sharing saves of that; ``unused_nbytes``, source bytes that no tensor
     has; ``repeated_nbytes``, buffers beyond the used source bytes (views stored apart, expanded
-    ones written out); ``padding_nbytes``, zeros in the region.  ``tied`` counts the tensors that
+    ones written out), both counted before a cast; ``cast_nbytes``, what casting adds to the buffers
+    (less than 0: takes off); ``padding_nbytes``, zeros in the region.  ``tied`` counts the tensors that
     have another tensor's bytes.
     """
 
@@ -67,6 +68,7 @@ class Layout:
     shared_nbytes: int
     unused_nbytes: int
     repeated_nbytes: int
+    cast_nbytes: int
     padding_nbytes: int
 
 
@@ -102,13 +104,14 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
     region_nbytes = align_up(end, PAGE_NBYTES)
 
     stored_nbytes = int(buffer_nbytes.sum())
+    uncast_nbytes = _uncast_nbytes(catalog, owners)
     used_nbytes = _used_nbytes(catalog, used)
-    if stored_nbytes > MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES and not policy.allow_blowup:
+    if uncast_nbytes > MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES and not policy.allow_blowup:
         raise LimitError(
-            f"{used_nbytes} bytes of the source would become {stored_nbytes} bytes of the pack, more than "
+            f"{used_nbytes} bytes of the source would become {uncast_nbytes} bytes of the pack, more than "
             f"{MAX_BLOWUP} times as many: the source holds expanded tensors or many overlapping views; "
             "allow it with --allow-blowup (allow_blowup=True)",
-            value=stored_nbytes,
+            value=uncast_nbytes,
             limit=MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES,
         )
 
@@ -121,8 +124,9 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
         tied=len(used) - len(owners),
         tensors_nbytes=tensors_nbytes,
         shared_nbytes=tensors_nbytes - stored_nbytes,
-        unused_nbytes=catalog.storages_nbytes - used_nbytes + max(0, used_nbytes - stored_nbytes),
-        repeated_nbytes=max(0, stored_nbytes - used_nbytes),
+        unused_nbytes=catalog.storages_nbytes - used_nbytes + max(0, used_nbytes - uncast_nbytes),
+        repeated_nbytes=max(0, uncast_nbytes - used_nbytes),
+        cast_nbytes=stored_nbytes - uncast_nbytes,
         padding_nbytes=region_nbytes - stored_nbytes,
     )
 
@@ -270,6 +274,17 @@ def _cluster_hosts(
     group = np.cumsum(leads) - 1
     host_rows: NDArray[np.int64] = lead_rows[np.array(lead_hosts)[group]]
     return host_rows
+
+
+def _uncast_nbytes(catalog: Catalog, owners: NDArray[np.int64]) -> int:
+    """What the buffers would come to if no tensor were cast."""
+    nbytes = catalog.nbytes[owners]
+    if catalog.source_dtypes is not None:
+        # Only floats are cast; that four-bit elements have no whole byte does not matter.
+        element_nbytes = np.maximum(np.array(BITS) // 8, 1)
+        old, new = catalog.source_dtypes[owners], catalog.dtypes[owners]
+        nbytes = nbytes // element_nbytes[new] * element_nbytes[old]
+    return int(nbytes.sum())
 
 
 def _used_nbytes(catalog: Catalog, used: NDArray[np.int64]) -> int:

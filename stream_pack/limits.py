@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "MAX_BLOCK_NBYTES",
+    "MAX_DTYPES",
     "MAX_FLATBUFFER_NBYTES",
     "MAX_NBYTES",
     "MAX_RANK",
@@ -21,6 +22,9 @@ MAX_RANK = 64
 
 MAX_TENSORS = 2**31 - 1
 """Tensors of a pack: the graph numbers them with i32."""
+
+MAX_DTYPES = 256
+"""Dtypes of a pack: one byte numbers them."""
 
 MAX_FLATBUFFER_NBYTES = 2**31 - 1
 """Bytes of a flatbuffer: offsets to vtables are signed 32-bit."""

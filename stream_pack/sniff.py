@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     PACK = "pack"  # or a raw MP00 payload, which begins the same
     TORCH_ZIP = "torch zip"
     SAFETENSORS = "safetensors"
+    GGUF = "GGUF"
     # Other forms of weights.
     TORCH_LEGACY = "legacy torch.save"
     TORCH_SCRIPT = "TorchScript"
@@ -29,7 +30,6 @@ class Kind(enum.Enum):
     PICKLE = "pickle"
     NPZ = "NumPy archive"
     NPY = "NumPy array"
-    GGUF = "GGUF"
     HDF5 = "HDF5"
     PTE = "ExecuTorch program"
     PTD = "ExecuTorch data"
@@ -99,7 +99,7 @@ _ADVICE: dict[Kind, str] = {
     "with torch.save",
     Kind.NPZ: "a NumPy archive (.npz): give its arrays to save_file",
     Kind.NPY: "a NumPy array (.npy), which has no name: give it to save_file",
-    Kind.GGUF: "a GGUF file: take the checkpoint it was made from",
+    Kind.GGUF: "a GGUF file",
     Kind.HDF5: "an HDF5 file (Keras?): load it where it was written and save its tensors",
     Kind.PTE: "an ExecuTorch program (.pte): take the checkpoint it was made from",
     Kind.PTD: "an ExecuTorch data file (.ptd): take the checkpoint it was made from",

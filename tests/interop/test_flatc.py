@@ -1,0 +1,86 @@
+"""The FlatBuffers compiler, a foreign reader, agrees on the graph and the index of the vector."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vectors.minimal_reader import integers, read
+
+ROOT = Path(__file__).parent.parent.parent
+VECTOR = (ROOT / "tests" / "vectors" / "v1-mp00.pack").read_bytes()
+SCHEMA = ROOT / "stream_pack" / "schema"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("flatc") is None, reason="the FlatBuffers compiler (flatc) is not installed"
+)
+
+
+def decoded(binary: bytes, schema: str, folder: Path) -> dict[str, Any]:
+    (folder / "part.bin").write_bytes(binary)
+    options = ["--json", "--strict-json", "--defaults-json", "-o", str(folder)]
+    parts = [str(SCHEMA / schema), "--", str(folder / "part.bin")]
+    subprocess.run(["flatc", *options, *parts], check=True)
+    text: dict[str, Any] = json.loads((folder / "part.json").read_text())
+    return text
+
+
+def test_the_graph_names_every_tensor_and_has_no_nodes(tmp_path: Path) -> None:
+    begin, _ = integers(VECTOR, "Q", 16384 - 48, 2)
+    graph = decoded(VECTOR[24:begin], "graph.fbs", tmp_path)
+    assert graph["version"] == "0"
+    assert graph["mps_nodes"] == graph["input_ids"] == graph["output_ids"] == []
+    values = [graph["mps_values"][number] for number in graph["constant_ids"]]
+    tensors = read(VECTOR).tensors
+    assert [
+        (
+            value["datatype"],
+            tuple(value["dims"]),
+            value["num_dims"],
+            value["constant_buffer_size"],
+            value["segment_offset"],
+            value["constant_buffer"],
+        )
+        for value in values
+    ] == [
+        (
+            tensor.dtype,
+            tensor.shape,
+            len(tensor.shape),
+            len(tensor.data),
+            tensor.file_offset - 16384,
+            {"storage": []},
+        )
+        for tensor in tensors.values()
+    ]
+
+
+def test_the_index_has_the_columns_of_the_text(tmp_path: Path) -> None:
+    begin, nbytes = integers(VECTOR, "Q", 16384 - 48, 2)
+    index = decoded(VECTOR[begin : begin + nbytes], "index.fbs", tmp_path)
+    assert bytes(index["names"]) == b"embed.weightnorm.biashead.weightemptystep"
+    assert index["name_order"] == [0, 3, 2, 1, 4]
+    assert index["buffer_offsets"] == [0, 256, 512]
+    assert index["buffer_nbytes"] == [24, 6, 8]
+    assert index["tensor_buffers"] == [0, 1, 0, 0xFFFFFFFF, 2]
+    assert index["dtype_names"] == ["int64", "bfloat16", "float32"]
+    assert index["dims"] == [2, 3, 3, 2, 3, 0, 4]
+    assert bytes(index["note_text"]) == b"formatpt"
+
+
+def test_the_generated_modules_are_what_the_compiler_makes_of_the_schemas(tmp_path: Path) -> None:
+    version = subprocess.run(["flatc", "--version"], capture_output=True, text=True, check=True)
+    if version.stdout.strip() != "flatc version 2.0.8":
+        pytest.skip("other versions of the FlatBuffers compiler write other code")
+    schemas = sorted(map(str, SCHEMA.glob("*.fbs")))
+    subprocess.run(["flatc", "--python", "-o", str(tmp_path), *schemas], check=True)
+    made = tmp_path / "stream_pack" / "schema" / "generated"
+    kept = SCHEMA / "generated"
+    assert {path.name: path.read_text() for path in kept.glob("*.py")} == {
+        path.name: path.read_text() for path in made.glob("*.py")
+    }

@@ -1,0 +1,105 @@
+"""What the writer writes, read by the reader that was written from docs/FORMAT.md alone."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+
+import stream_pack
+from tests.vectors.minimal_reader import read
+
+VECTOR = (Path(__file__).parent.parent / "vectors" / "v1-mp00.pack").read_bytes()
+
+
+def tensors_of_the_vector() -> dict[str, torch.Tensor]:
+    """Section 15 of docs/FORMAT.md."""
+    embedding = torch.arange(1.0, 7.0).reshape(2, 3)
+    return {
+        "embed.weight": embedding,
+        "norm.bias": torch.tensor([1.0, 2.0, 3.0]).to(torch.bfloat16),
+        "head.weight": embedding,
+        "empty": torch.empty(0, 4, dtype=torch.int64),
+        "step": torch.tensor(7),
+    }
+
+
+def test_the_writer_writes_the_vector_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    stream_pack.save_file(tensors_of_the_vector(), path, metadata={"format": "pt"})
+    assert path.read_bytes() == VECTOR
+
+
+@pytest.mark.parametrize("seed", ["0", "1"])
+def test_a_checkpoint_through_a_pipe_gives_the_vector_whatever_the_hash_seed(
+    seed: str, tmp_path: Path
+) -> None:
+    torch.save(tensors_of_the_vector(), tmp_path / "checkpoint")
+    program = (
+        "import stream_pack, sys\n"
+        "stream_pack.convert(0, 1, metadata={'format': 'pt'}, spool_dir=sys.argv[1])"
+    )
+    with subprocess.Popen(["cat", tmp_path / "checkpoint"], stdout=subprocess.PIPE) as producer:
+        result = subprocess.run(
+            [sys.executable, "-c", program, tmp_path],
+            stdin=producer.stdout,
+            capture_output=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed},
+        )
+    assert result.stdout == VECTOR
+
+
+DTYPES = ("bool", "<i1", "<u2", "<i4", "<f2", "<f4", "<f8", "<c8", "<u8")
+ARRAYS = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: arrays.arrays(np.dtype(dtype), arrays.array_shapes(min_dims=0, min_side=0))
+)
+
+
+@given(tensors=st.dictionaries(st.text(max_size=8), ARRAYS, max_size=8))
+def test_every_tensor_comes_back_bit_for_bit(
+    tensors: dict[str, NDArray[np.generic]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("foreign") / "pack"
+    stream_pack.save_file(tensors, path, metadata={"key": "value"}, block_nbytes=4096)
+    data = path.read_bytes()
+    pack = read(data)
+    assert pack.nbytes == len(data)
+    assert pack.metadata == {"key": "value"}
+    assert list(pack.tensors) == list(tensors)
+    for name, array in tensors.items():
+        tensor = pack.tensors[name]
+        assert (tensor.dtype, tensor.shape) == (array.dtype.name, array.shape)
+        assert tensor.data == array.tobytes()
+        assert tensor.file_offset % 256 == 0
+    assert xxhash.xxh3_64_intdigest(pack.covered_head) == pack.head_checksum
+    assert xxhash.xxh3_64_intdigest(pack.covered_by_root) == pack.root_checksum
+    assert [xxhash.xxh3_64_intdigest(block) for block in pack.blocks] == pack.block_checksums
+
+
+def test_the_parts_stand_where_the_text_says(tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    # One byte more than two blocks, and a tensor large enough for a page.
+    tensors = {
+        "small": np.arange(8193, dtype=np.uint8),
+        "large": np.full(1 << 20, 7, np.uint8),
+    }
+    stream_pack.save_file(tensors, path, block_nbytes=4096)
+    data = path.read_bytes()
+    region, region_nbytes = struct.unpack_from("<QQ", data, 8)
+    assert region % 16384 == 0
+    # 8193 bytes, then the next page, then a mebibyte.
+    assert region_nbytes == 16384 + (1 << 20)
+    assert read(data).tensors["large"].file_offset == region + 16384
+    assert len(data) == region + region_nbytes + 8 * (3 + 256) + 24
+    assert not any(data[region + 8193 : region + 16384])

@@ -1,0 +1,132 @@
+"""docs/FORMAT.md, the vectors and the code say the same."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from stream_pack import limits
+from stream_pack.dtypes import DTYPES
+from stream_pack.head import decode
+from stream_pack.records import Footer, Locator
+from tests.vectors.minimal_reader import Pack, read
+
+FORMAT = (Path(__file__).parent.parent / "docs" / "FORMAT.md").read_text()
+VECTOR = (Path(__file__).parent / "vectors" / "v1-mp00.pack").read_bytes()
+
+
+def section(number: int) -> str:
+    match = re.search(rf"^## {number}\. .*?(?=^## |\Z)", FORMAT, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return match[0]
+
+
+def table(number: int) -> list[list[str]]:
+    """The cells of the tables of a section, headings left out."""
+    rows = [line for line in section(number).splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    rules = [n for n, row in enumerate(cells) if set(row[0]) <= set("-")]
+    headings = {n - 1 for n in rules} | set(rules)
+    return [row for n, row in enumerate(cells) if n not in headings]
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Pack:
+    """The vector as a reader sees it that was written from the text alone."""
+    return read(VECTOR)
+
+
+def test_the_hex_in_the_text_is_the_vector() -> None:
+    written = bytearray(len(VECTOR))
+    for block in re.findall(r"```hex\n(.*?)```", FORMAT, re.DOTALL):
+        for row in block.splitlines():
+            begin, _, values = row.partition("  ")
+            data = bytes.fromhex(values)
+            written[int(begin, 16) : int(begin, 16) + len(data)] = data
+    assert bytes(written) == VECTOR
+
+
+def test_a_reader_written_from_the_text_alone_finds_the_tensors(foreign: Pack) -> None:
+    described = {row[0].strip("`"): (row[1].strip("`"), row[2]) for row in table(15)}
+    assert list(foreign.tensors) == list(described)
+    for name, tensor in foreign.tensors.items():
+        assert (tensor.dtype, str(list(tensor.shape))) == described[name]
+    one_to_six = struct.pack("<6f", 1, 2, 3, 4, 5, 6)
+    assert {name: tensor.data for name, tensor in foreign.tensors.items()} == {
+        "embed.weight": one_to_six,
+        "norm.bias": bytes.fromhex("803f 0040 4040"),
+        "head.weight": one_to_six,
+        "empty": b"",
+        "step": struct.pack("<q", 7),
+    }
+    assert foreign.metadata == {"format": "pt"}
+    assert foreign.nbytes == len(VECTOR)
+
+
+def test_the_checksums_of_the_vector_cover_what_the_text_says(foreign: Pack) -> None:
+    assert xxhash.xxh3_64_intdigest(foreign.covered_head) == foreign.head_checksum
+    assert xxhash.xxh3_64_intdigest(foreign.covered_by_root) == foreign.root_checksum
+    assert [xxhash.xxh3_64_intdigest(block) for block in foreign.blocks] == foreign.block_checksums
+    assert [len(block) for block in foreign.blocks] == [24, 6, 8]
+
+
+def test_the_head_of_the_vector_is_read_the_same_by_the_package(foreign: Pack) -> None:
+    region = 16384
+    head = decode(memoryview(VECTOR)[:region])
+    assert (head.region_file_offset, head.pack_nbytes) == (region, len(VECTOR))
+    assert head.checksum == foreign.head_checksum
+    index = head.index
+    assert {
+        index.name(k): (index.dtype_name(k), index.shape(k), region + index.offset(k))
+        for k in range(len(index))
+    } == {
+        name: (tensor.dtype, tensor.shape, tensor.file_offset)
+        for name, tensor in foreign.tensors.items()
+    }
+    assert index.notes() == foreign.metadata
+
+
+def test_the_table_of_dtypes_is_that_of_the_code() -> None:
+    assert [(row[0].strip("`"), int(row[1]), int(row[3])) for row in table(8)] == [
+        (dtype.name, dtype.bits, dtype.mps) for dtype in DTYPES
+    ]
+
+
+def test_the_table_of_the_index_is_the_schema() -> None:
+    schema = Path(limits.__file__).parent / "schema" / "index.fbs"
+    fields = re.findall(r"^  (\w+):(\S+);", schema.read_text(), re.MULTILINE)
+    types = {"ulong": "u64", "uint": "u32", "ushort": "u16", "ubyte": "u8", "string": "strings"}
+    assert [(row[1].strip("`"), row[2]) for row in table(5)] == [
+        (name, types[kind.strip("[]")]) for name, kind in fields
+    ]
+    assert [int(row[0]) for row in table(5)] == list(range(len(fields)))
+
+
+def test_the_records_have_the_magic_and_the_length_of_the_text() -> None:
+    magics = {row[0]: bytes.fromhex(row[1].split("`")[1]) for row in table(3) if "89" in row[1]}
+    assert magics == {"locator": Locator.MAGIC, "footer": Footer.MAGIC}
+    assert "the locator has 48 bytes" in section(3)
+    assert "and the footer 24" in section(3)
+    assert (Locator.nbytes(), Footer.nbytes()) == (48, 24)
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    by_what = {row[0]: row[1] for row in table(9)}
+    assert by_what == {
+        "nbytes of a pack, nbytes and elements of a tensor": "2⁶²",
+        "tensors": "2³¹ − 1",
+        "dims of a tensor": "64",
+        "dtypes": "256",
+        "graph, index": "below 2³¹ bytes each",
+        "block": "2¹² to 2³⁰ bytes",
+        "alignment": "16 to 2³⁰ bytes",
+    }
+    assert limits.MAX_NBYTES == 2**62
+    assert limits.MAX_TENSORS == 2**31 - 1
+    assert limits.MAX_RANK == 64
+    assert limits.MAX_FLATBUFFER_NBYTES == 2**31 - 1
+    assert (limits.MIN_BLOCK_NBYTES, limits.MAX_BLOCK_NBYTES) == (2**12, 2**30)

@@ -1,0 +1,111 @@
+"""Header, locator and footer, against bytes made by hand from docs/FORMAT.md, sections 2 and 3."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_pack.errors import FormatError, NewerVersionError, NotAPackError
+from stream_pack.header import HEADER_NBYTES, Header
+from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
+
+U64 = st.integers(0, 2**64 - 1)
+LOCATOR_MAGIC = bytes.fromhex("89 53 50 4c 0d 0a 1a 0a")
+FOOTER_MAGIC = bytes.fromhex("89 53 50 46 0d 0a 1a 0a")
+LOCATOR = struct.pack("<4Q2I", 1, 2, 3, 4, 48, 1) + LOCATOR_MAGIC
+FOOTER = struct.pack("<Q2I", 5, 24, 1) + FOOTER_MAGIC
+
+
+@given(offset=U64, nbytes=U64)
+def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
+    offset: int, nbytes: int
+) -> None:
+    # FB#6942: beyond 2**31 and 2**32 as well
+    data = b"\0\0\0\0MP00" + struct.pack("<QQ", offset, nbytes)
+    assert len(data) == HEADER_NBYTES
+    assert Header(offset, nbytes).encode() == data
+    assert Header.decode(data) == Header(offset, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "0 bytes are too few"),
+        (b"\0\0\0\0MP00" + bytes(15), "23 bytes are too few"),
+        (b"\0\0\0\1MP00" + bytes(16), "00 00 00 01"),
+        (b"\0\0\0\0MP01" + bytes(16), "4d 50 30 31"),
+    ],
+)
+def test_what_is_no_header_is_refused_and_shown(data: bytes, words: str) -> None:
+    with pytest.raises(NotAPackError, match=words):
+        Header.decode(data)
+
+
+def test_locator_and_footer_are_the_bytes_of_the_format() -> None:
+    assert (
+        Locator(index_file_offset=1, index_nbytes=2, pack_nbytes=3, checksum=4).encode() == LOCATOR
+    )
+    assert Footer(checksum=5).encode() == FOOTER
+    assert (LOCATOR_NBYTES, FOOTER_NBYTES) == (len(LOCATOR), len(FOOTER)) == (48, 24)
+
+
+@given(fields=st.tuples(U64, U64, U64, U64), before=st.binary(max_size=40))
+def test_a_record_is_read_from_its_end_whatever_stands_before(
+    fields: tuple[int, int, int, int], before: bytes
+) -> None:
+    data = before + struct.pack("<4Q2I", *fields, 48, 1) + LOCATOR_MAGIC
+    assert Locator.decode(data) == (Locator(*fields), 48)
+    assert Locator.decode(memoryview(data)) == (Locator(*fields), 48)
+
+
+@given(more=st.integers(0, 5))
+def test_fields_of_a_later_version_stand_in_front_and_are_skipped(more: int) -> None:
+    data = bytes(7) + b"\xee" * 8 * more + struct.pack("<Q2I", 5, 24 + 8 * more, 1) + FOOTER_MAGIC
+    assert Footer.decode(data) == (Footer(5), 24 + 8 * more)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_every_byte_of_the_magic_counts(place: int) -> None:
+    changed = bytearray(LOCATOR)
+    changed[len(changed) - 8 + place] ^= 1
+    with pytest.raises(FormatError, match="no locator"):
+        Locator.decode(bytes(changed))
+
+
+def test_one_record_is_not_taken_for_the_other() -> None:
+    assert Locator.stands_before(LOCATOR)
+    assert not Locator.stands_before(FOOTER)
+    assert not Footer.stands_before(b"")
+    with pytest.raises(FormatError, match="no footer"):
+        Footer.decode(LOCATOR)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "version"), [(0, 1), (40, 1), (49, 1), (56, 1), (2**32 - 1, 1), (48, 0)]
+)
+def test_impossible_lengths_and_versions_are_damage(nbytes: int, version: int) -> None:
+    data = LOCATOR[:32] + struct.pack("<2I", nbytes, version) + LOCATOR_MAGIC
+    with pytest.raises(FormatError, match="the file is damaged"):
+        Locator.decode(data)
+
+
+@pytest.mark.parametrize("nbytes", range(48))
+def test_a_cut_record_is_damage(nbytes: int) -> None:
+    with pytest.raises(FormatError):
+        Locator.decode(LOCATOR[len(LOCATOR) - nbytes :] if nbytes else b"")
+
+
+def test_a_greater_version_is_said_to_be_newer_whatever_its_length() -> None:
+    data = struct.pack("<2I", 16, 7) + FOOTER_MAGIC
+    with pytest.raises(NewerVersionError, match="newer stream_pack") as caught:
+        Footer.decode(data)
+    assert (caught.value.version, caught.value.supported) == (7, 1)
+
+
+def test_a_checksum_does_not_cover_itself() -> None:
+    assert uncover(LOCATOR) == LOCATOR[:24] + LOCATOR[32:]
+    assert uncover(memoryview(FOOTER)) == FOOTER[8:]
+    assert Locator(1, 2, 3, 99).covered() == Locator(1, 2, 3, 4).covered()

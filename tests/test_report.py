@@ -1,0 +1,75 @@
+"""The line that a conversion ends with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from stream_pack.report import Report, human_nbytes
+
+REPORT = Report(
+    source_kind="torch zip",
+    tensors=291,
+    tied=2,
+    source_nbytes=3 << 30,
+    target_nbytes=2 << 30,
+    shared_nbytes=100,
+    unused_nbytes=1 << 30,
+    repeated_nbytes=5000,
+    padding_nbytes=0,
+    overhead_nbytes=16424,
+    spool_nbytes=0,
+    seconds=2.0,
+    checksum=0xABC,
+    verification="CRC-32 of 290 records verified",
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 * 1024, "10.0 KiB"),
+        (100 * 1024, "100 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (5 << 40, "5.00 TiB"),
+        (1 << 62, "4.00 EiB"),
+    ],
+)
+def test_bytes_are_shown_in_iec_units(nbytes: int, text: str) -> None:
+    assert human_nbytes(nbytes) == text
+
+
+def test_the_summary_is_one_line_and_says_why_lengths_differ() -> None:
+    line = REPORT.summary()
+    assert "\n" not in line
+    for part in (
+        "291 tensors",
+        "3.00 GiB in",
+        "2.00 GiB out",
+        "2 tied",
+        "1.00 GiB unused dropped",
+        "4.88 KiB stored twice",
+        "2.00 s",
+        "1.00 GiB/s",
+        "0000000000000abc",
+        "CRC-32 of 290 records verified",
+    ):
+        assert part in line
+    assert "padding" not in line
+    assert "spooled" not in line
+    assert "7.00 B" not in line
+
+
+def test_a_spool_is_told() -> None:
+    assert "4.00 KiB spooled" in dataclasses.replace(REPORT, spool_nbytes=4096).summary()
+
+
+def test_json_has_every_field() -> None:
+    json = REPORT.to_json()
+    assert set(json) == {field.name for field in dataclasses.fields(Report)}
+    assert json["checksum"] == "0000000000000abc"
