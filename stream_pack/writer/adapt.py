@@ -1,0 +1,138 @@
+"""A source seen through a selection and a cast: whatever the source is, both happen on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.catalog import Catalog
+from stream_pack.dtypes import BITS
+from stream_pack.writer.cast import CastStream
+from stream_pack.writer.cast_plan import CastRule, CastStorages, cast_catalog
+from stream_pack.writer.select import Selection, select
+from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
+
+__all__ = ["Adaptation", "AdaptedSource", "adapted"]
+
+_ELEMENT_NBYTES = np.array(BITS) // 8  # of the floats; four-bit types are never asked
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """What is to be made of a source: which of its tensors, and which dtypes.  All patterns match its own names."""
+
+    selection: Selection = field(default_factory=Selection)
+    casts: tuple[CastRule, ...] = ()
+
+
+def adapted(source: Source, adaptation: Adaptation) -> Source:
+    """``source`` as ``adaptation`` wants it; itself, if that changes nothing.  Raises: SourceError, LimitError."""
+    return source if adaptation == Adaptation() else AdaptedSource(source, adaptation)
+
+
+class AdaptedSource(Source):
+    """Selected tensors of ``source``, some of them cast.
+
+    What is left out is never asked for: a file is not read there, of a pipe it passes by (and is checked, where the
+    source has checksums).
+
+    Memory: one more chunk.  Lifetime: owns ``source``.
+    Raises: as :func:`stream_pack.writer.select.select` and :func:`stream_pack.writer.cast_plan.cast_catalog`.
+    """
+
+    def __init__(self, source: Source, adaptation: Adaptation) -> None:
+        self._source = source
+        self._catalog, rows = select(source.catalog, adaptation.selection)
+        self._casts: CastStorages | None = None
+        if adaptation.casts:
+            names = [source.catalog.names[row] for row in rows.tolist()]
+            self._catalog, self._casts = cast_catalog(self._catalog, adaptation.casts, names)
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    @property
+    def kind(self) -> str:
+        return self._source.kind
+
+    @property
+    def spool_nbytes(self) -> int:
+        return self._source.spool_nbytes
+
+    @property
+    def chooses_order(self) -> bool:
+        return self._source.chooses_order
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._source.held_nbytes
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self._source.remarks
+
+    @property
+    def sparse(self) -> bool:
+        return self._source.sparse
+
+    @property
+    def verification(self) -> str:
+        return self._source.verification
+
+    def close(self) -> None:
+        self._source.close()
+
+    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        if self._casts is None:
+            return self._source.stream(requests, options)
+        return self._stream_cast(requests, options, self._casts)
+
+    def _stream_cast(
+        self, requests: Requests, options: StreamOptions, casts: CastStorages
+    ) -> Iterator[Piece]:
+        rows = requests.storages - casts.first
+        asked = _uncast(requests, rows, casts)
+        streams: dict[int, CastStream] = {}
+        left = asked.nbytes.copy()
+        for buffer, chunk in self._source.stream(asked, options):
+            row = int(rows[buffer])
+            if row < 0:
+                yield buffer, chunk
+                continue
+            stream = streams.get(buffer)
+            if stream is None:
+                target = int(casts.targets[row])
+                stream = streams[buffer] = CastStream(
+                    int(casts.sources[row]),
+                    target,
+                    skip=int(requests.starts[buffer]) % int(_ELEMENT_NBYTES[target]),
+                    nbytes=int(requests.nbytes[buffer]),
+                    chunk_nbytes=options.chunk_nbytes,
+                )
+            for part in stream.feed(chunk):
+                yield buffer, part
+            left[buffer] -= len(chunk)
+            if left[buffer] <= 0:
+                del streams[buffer]
+
+
+def _uncast(requests: Requests, rows: NDArray[np.int64], casts: CastStorages) -> Requests:
+    """What to ask the source for: of a cast storage, the elements that the bytes requested are made from."""
+    cast = np.flatnonzero(rows >= 0)
+    made = rows[cast]
+    old, new = _ELEMENT_NBYTES[casts.sources[made]], _ELEMENT_NBYTES[casts.targets[made]]
+    first = requests.starts[cast] // new
+    last = (requests.starts[cast] + requests.nbytes[cast] + new - 1) // new
+    storages, starts, nbytes = (
+        requests.storages.copy(),
+        requests.starts.copy(),
+        requests.nbytes.copy(),
+    )
+    storages[cast] = casts.storages[made]
+    starts[cast] = casts.begins[made] + first * old
+    nbytes[cast] = (last - first) * old
+    return Requests(storages, starts, nbytes)

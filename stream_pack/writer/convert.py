@@ -1,0 +1,202 @@
+"""The public entries that write whole packs; they own every default."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.checksum import BLOCK_NBYTES
+from stream_pack.errors import LimitError
+from stream_pack.layout import Policy
+from stream_pack.report import Forecast, Report
+from stream_pack.writer.adapt import Adaptation, adapted
+from stream_pack.writer.cast_plan import cast_rules
+from stream_pack.writer.forecast import forecast_pack
+from stream_pack.writer.open_source import Convertible, open_source
+from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
+from stream_pack.writer.select import Order, Rename, Selection
+from stream_pack.writer.sink import BinaryWriter, open_sink
+from stream_pack.writer.spool import Spool
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["convert", "forecast", "save_file"]
+
+Patterns: TypeAlias = "str | Iterable[str]"
+Renaming: TypeAlias = "str | Callable[[str], str]"
+
+
+def convert(
+    source: Convertible,
+    target: str | os.PathLike[str] | int | BinaryWriter,
+    *,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Renaming | Iterable[Renaming] | None = None,
+    dtype: object = None,
+    order: Order = "source",
+    metadata: Mapping[str, str] | None = None,
+    alignment: Alignment = DEFAULT_ALIGNMENT,
+    block_nbytes: int = BLOCK_NBYTES,
+    allow_blowup: bool = False,
+    jobs: int | None = None,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    max_memory: int | None = None,
+    spool_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    r"""Pack a checkpoint, in one pass and constant memory.
+
+    ``source``: a path, a descriptor or binary file object (a pipe will do), a mapping of names to
+    torch tensors or NumPy arrays, or a module.  Formats: torch.save archives, safetensors, packs.
+    ``target``: a path, which is replaced only when the pack is complete and on disk, or a
+    descriptor or binary file object, which is written in order and never closed.
+
+    ``include``, ``exclude``: globs over whole names of the source; case counts.  A tensor is taken
+    if one of ``include`` matches, or there are none, and none of ``exclude`` does.
+    ``rename``: ``"s/^module\.//"``, as sed writes it with Python's regular expressions (``g`` at the
+    end: everywhere in the name), or a function from name to name; several are applied one after the
+    other.
+    ``dtype``: what floats (float16, bfloat16, float32, float64) are cast to, rounded as torch
+    rounds; every other dtype stays.  A name or dtype; or a mapping of globs to them, or a sequence
+    of texts such as ``"norm*=f32"`` and ``"bf16"``, of which the first that matches a name of the
+    source counts.
+    ``order``: ``"source"``, or ``"name"`` to sort by the bytes of the names.
+
+    ``metadata`` is added to what the source has; ``alignment``, ``block_nbytes``: see
+    docs/FORMAT.md.  ``allow_blowup`` permits output above four times the source bytes it comes from.
+    ``jobs``: threads, by default one a core and at most 4.  ``max_memory``: bytes of resident
+    anonymous memory that the process stays below from here on, what it has already counted;
+    what it takes is chosen accordingly.  ``spool_dir``: a folder for temporary files when the target
+    is a stream (with a path they lie beside it). ``progress(done, total)`` is called in bytes of
+    tensor data.
+
+    Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the
+    options that FORMAT.md names, never on ``jobs``, ``chunk_nbytes``, ``max_memory`` or how the
+    source came.
+    Raises: OptionError; SourceError, also when nothing is left by ``include`` and ``exclude`` or two
+    tensors would have one name; LimitError; OSError.  A target path is then as it was before.
+    """
+    _check_counts(jobs, chunk_nbytes)
+    adaptation = _adaptation(include, exclude, rename, dtype, order)
+    policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
+    with open_source(source) as opened, open_sink(target) as sink:
+        return write_pack(
+            adapted(opened, adaptation),
+            sink,
+            policy=policy,
+            metadata=metadata or {},
+            chunk_nbytes=chunk_nbytes,
+            jobs=jobs or default_jobs(),
+            spool=Spool(sink.folder or spool_dir),
+            progress=progress,
+            max_memory=max_memory,
+        )
+
+
+def forecast(
+    source: Convertible,
+    *,
+    to_stream: bool = False,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
+    rename: Renaming | Iterable[Renaming] | None = None,
+    dtype: object = None,
+    order: Order = "source",
+    metadata: Mapping[str, str] | None = None,
+    alignment: Alignment = DEFAULT_ALIGNMENT,
+    block_nbytes: int = BLOCK_NBYTES,
+    allow_blowup: bool = False,
+    jobs: int | None = None,
+    chunk_nbytes: int = CHUNK_NBYTES,
+    max_memory: int | None = None,
+) -> Forecast:
+    """What :func:`convert` would do with these arguments.  No tensor data is read, of a pipe its head only.
+
+    ``to_stream``: the target is a descriptor or file object, not a path.
+    Raises: what :func:`convert` would raise before its first byte.
+    """
+    _check_counts(jobs, chunk_nbytes)
+    adaptation = _adaptation(include, exclude, rename, dtype, order)
+    policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
+    with open_source(source) as opened:
+        return forecast_pack(
+            adapted(opened, adaptation),
+            policy=policy,
+            metadata=metadata or {},
+            chunk_nbytes=chunk_nbytes,
+            jobs=jobs or default_jobs(),
+            max_memory=max_memory,
+            to_stream=to_stream,
+        )
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor | object] | torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: object = None,
+    metadata: Mapping[str, str] | None = None,
+    alignment: Alignment = DEFAULT_ALIGNMENT,
+    block_nbytes: int = BLOCK_NBYTES,
+    allow_blowup: bool = False,
+    jobs: int | None = None,
+) -> Report:
+    """Save tensors that are in memory: a mapping of names to torch tensors or NumPy arrays, or a
+    module.
+
+    ``dtype`` and the other options: as for :func:`convert`.
+
+    Copies: none of contiguous tensors on the CPU; a window at a time of others.
+    Raises: SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path``
+    is then as before.
+    """
+    return convert(
+        tensors,
+        path,
+        dtype=dtype,
+        metadata=metadata,
+        alignment=alignment,
+        block_nbytes=block_nbytes,
+        allow_blowup=allow_blowup,
+        jobs=jobs,
+    )
+
+
+def _check_counts(jobs: int | None, chunk_nbytes: int) -> None:
+    if jobs is not None and jobs < 1:
+        raise LimitError(f"{jobs} jobs: expected at least 1", value=jobs, limit=1)
+    if chunk_nbytes < 1:
+        raise LimitError(
+            f"chunks of {chunk_nbytes} bytes: expected at least 1", value=chunk_nbytes, limit=1
+        )
+
+
+def _adaptation(
+    include: Patterns | None,
+    exclude: Patterns | None,
+    rename: Renaming | Iterable[Renaming] | None,
+    dtype: object,
+    order: Order,
+) -> Adaptation:
+    """Parse everything before the source is opened."""
+    if rename is None:
+        renames: tuple[Renaming, ...] = ()
+    else:
+        renames = (rename,) if isinstance(rename, str) or callable(rename) else tuple(rename)
+    selection = Selection(
+        include=_patterns(include),
+        exclude=_patterns(exclude),
+        renames=tuple(Rename.parse(text) if isinstance(text, str) else text for text in renames),
+        order=order,
+    )
+    return Adaptation(selection, cast_rules(dtype))
+
+
+def _patterns(given: Patterns | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)

@@ -1,0 +1,180 @@
+"""Writing a pack from tensors that never exist whole in memory: the caller brings the chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TypeAlias
+
+from stream_pack import dtypes
+from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.catalog import CatalogBuilder
+from stream_pack.checksum import BLOCK_NBYTES
+from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
+from stream_pack.index import NO_BUFFER
+from stream_pack.layout import Policy
+from stream_pack.writer.pack import PackWriter
+from stream_pack.writer.sink import BinaryWriter, open_sink
+
+__all__ = ["Spec", "Writer"]
+
+BytesLike: TypeAlias = "bytes | bytearray | memoryview"
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a tensor will be: its dtype and its shape, no bytes.
+
+    ``dtype`` is a name such as ``"bfloat16"`` or ``"int4"``, or a torch dtype or NumPy dtype.
+    ``shape`` counts elements; of a four-bit type the last dim is even, the first element of each
+    byte in its low bits.
+    """
+
+    dtype: object
+    shape: Sequence[int]
+
+
+class Writer:
+    """Writes a pack tensor by tensor.
+
+    ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each that
+    has bytes; a path takes them in any order, a stream in the order of ``specs``.  Leaving the
+    ``with`` normally completes the file, by an exception abandons it; a path is replaced only when
+    complete.
+
+    Copies: none of the chunks given.
+    Raises: SourceError, LimitError for bad specs; OSError.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str] | int | BinaryWriter,
+        specs: Mapping[str, Spec | tuple[object, Sequence[int]]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        alignment: Alignment = DEFAULT_ALIGNMENT,
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> None:
+        builder = CatalogBuilder()
+        for number, (name, given) in enumerate(specs.items()):
+            spec = given if isinstance(given, Spec) else Spec(*given)
+            dtype, shape = _resolve(name, spec)
+            builder.add(name, dtype, shape, storage=number, start=0)
+        catalog = builder.build(storages_nbytes=0, metadata=metadata)
+        policy = Policy(alignment=alignment, block_nbytes=block_nbytes)
+        self._buffers = {
+            name: number for number, name in enumerate(catalog.names) if catalog.nbytes[number]
+        }
+        self._empty = set(catalog.names) - set(self._buffers)
+        self._sink = open_sink(target)
+        try:
+            self._pack = PackWriter(catalog, self._sink, policy)
+            self._pack.start(reserve=True)
+        except BaseException:
+            self._sink.abort()
+            raise
+        tensor_buffers = self._pack.layout.index.tensor_buffers
+        for name, tensor in self._buffers.items():
+            assert tensor_buffers[tensor] != NO_BUFFER
+            self._buffers[name] = int(tensor_buffers[tensor])
+        self._left = dict(self._buffers)
+        self._closed = False
+
+    def write(self, name: str, chunks: BytesLike | Iterable[BytesLike]) -> None:
+        """Write all bytes of one tensor: little-endian, row-major; one bytes-like object or an
+        iterable of them.
+
+        A chunk may be reused by the caller only after the Writer is closed.
+        Raises: UnknownTensorError; StateError for a tensor written before, or out of turn into a
+        stream; SourceError for too few or too many bytes; whatever ``chunks`` raises.  After an
+        error the pack can only be abandoned.
+        """
+        if self._closed:
+            raise StateError("this Writer is closed")
+        if name in self._empty:
+            buffer = None
+        elif name in self._left:
+            buffer = self._left.pop(name)
+        elif name in self._buffers:
+            raise StateError(f"tensor {name!r} was written before")
+        else:
+            raise UnknownTensorError(f"no tensor {name!r} in the specs of this Writer", tensor=name)
+        index = self._pack.layout.index
+        expected = 0 if buffer is None else int(index.buffer_nbytes[buffer])
+        if (
+            self._sink.in_order
+            and buffer is not None
+            and any(b < buffer for b in self._left.values())
+        ):
+            turn = min(self._left, key=self._left.__getitem__)
+            raise StateError(f"tensor {name!r} out of turn: a stream takes {turn!r} next")
+        given = 0
+        for chunk in [chunks] if isinstance(chunks, (bytes, bytearray, memoryview)) else chunks:
+            view = memoryview(chunk).cast("B")
+            given += len(view)
+            if given > expected:
+                break
+            if buffer is not None and len(view):
+                self._pack.add(buffer, view)
+        if given != expected:
+            more = "more than " if given > expected else ""
+            raise SourceError(
+                f"tensor {name!r} has {expected} bytes, the chunks brought {more}{min(given, expected)}"
+            )
+
+    def close(self) -> None:
+        """Complete the pack.
+
+        Raises: StateError, naming them, when tensors are missing (the pack is then abandoned);
+        OSError.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._left:
+                names = ", ".join(map(repr, list(self._left)[:5]))
+                more = f" and {len(self._left) - 5} more" if len(self._left) > 5 else ""
+                raise StateError(f"not all tensors were written: {names}{more} missing")
+            self._pack.finish()
+        finally:
+            self._sink.abort()
+
+    def abandon(self) -> None:
+        """Give up: a target path stays as it was."""
+        self._closed = True
+        self._sink.abort()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc_type is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
+    """The number in the dtype table, and the shape in its elements."""
+    shape = [int(dim) for dim in spec.shape]
+    text = str(spec.dtype).removeprefix("torch.")
+    if isinstance(spec.dtype, type):  # np.float32, ml_dtypes.bfloat16
+        text = spec.dtype.__name__
+    if text in dtypes.BY_NAME:
+        return dtypes.BY_NAME[text], shape
+    if text in dtypes.BY_TORCH:  # float4_e2m1fn_x2: torch counts pairs
+        if not shape:
+            raise UnsupportedTensorError(f"tensor {name!r}: a {text} needs a dim", tensor=name)
+        return dtypes.BY_TORCH[text], [*shape[:-1], 2 * shape[-1]]
+    raise UnsupportedTensorError(
+        f"tensor {name!r} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}",
+        tensor=name,
+    )

@@ -1,0 +1,187 @@
+"""Writing a whole pack: plan, head, region, checksums, footer, in that order and never back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import TypeAlias
+
+from stream_pack import head
+from stream_pack.catalog import Catalog
+from stream_pack.layout import Layout, Policy, plan
+from stream_pack.records import Footer
+from stream_pack.report import Report
+from stream_pack.writer.cast_plan import count_casts
+from stream_pack.writer.forecast import (
+    budget_for,
+    catalog_of,
+    requests_of,
+    spool_needed,
+    warnings_of,
+)
+from stream_pack.writer.overlap import overlap
+from stream_pack.writer.region import RegionHasher, in_turn, weight
+from stream_pack.writer.sink import Sink
+from stream_pack.writer.source import Chunk, Piece, Source, StreamOptions
+from stream_pack.writer.spool import Spool
+
+__all__ = ["CHUNK_NBYTES", "PackWriter", "Progress", "default_jobs", "write_pack"]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes of the region written, bytes it has); the zeros of wide gaps are never counted
+as written."""
+
+CHUNK_NBYTES = 1 << 20
+"""Bytes moved in one step: they stay in a core's own cache between read, hash and write."""
+
+MAX_JOBS = 4
+"""Stages that can overlap: read, check the source, hash, write."""
+
+
+def default_jobs() -> int:
+    """Threads to use when nobody said: one a core, up to the number of stages."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        cores = os.cpu_count() or 1
+    return min(MAX_JOBS, cores)
+
+
+class PackWriter:
+    """A pack being written: the head on :meth:`start`, then chunks in any order the sink allows,
+    then :meth:`finish`.
+
+    Planning happens in the constructor; nothing is written before :meth:`start`.
+    Raises: LimitError from the constructor.
+    """
+
+    def __init__(self, catalog: Catalog, sink: Sink, policy: Policy) -> None:
+        self.layout: Layout = plan(catalog, policy)
+        self._encoded = head.encode(self.layout)
+        self._sink = sink
+        self._hasher = RegionHasher(self.head)
+
+    @property
+    def head(self) -> head.Head:
+        """What the file's head says."""
+        return self._encoded.head
+
+    def start(self, *, reserve: bool) -> None:
+        """Write the head: from here on a receiver knows every tensor and where it will stand.
+
+        ``reserve``: fail now when the disk has no room for the whole.
+        Raises: OSError (ENOSPC among others).
+        """
+        self._sink.begin(self.head.pack_nbytes, reserve=reserve)
+        self._sink.put(0, self._encoded.front)
+        locator = self._encoded.locator
+        self._sink.put(self.head.region_file_offset - len(locator), locator)
+
+    def hash(self, pieces: Iterator[Piece]) -> Iterator[tuple[int, Chunk]]:
+        """Hash the pieces and say where each goes, as a stage of its own."""
+        for buffer, chunk in pieces:
+            yield from self._hasher.place(buffer, chunk)
+
+    def add(self, buffer: int, chunk: Chunk) -> None:
+        """Hash and write the next bytes of ``buffer``."""
+        for file_offset, part in self._hasher.place(buffer, chunk):
+            self._sink.put(file_offset, part)
+
+    def finish(self) -> int:
+        """Write checksums and footer, commit, and return the pack's root checksum.
+
+        Raises: TruncatedSourceError when bytes are missing.
+        """
+        checksums = self._hasher.finish().tobytes()
+        footer = head.encode_footer(self.head, checksums)
+        self._sink.put(self.head.checksums_file_offset, checksums)
+        self._sink.put(self.head.footer_file_offset, footer)
+        self._sink.commit()
+        return Footer.decode(footer)[0].checksum
+
+
+def write_pack(
+    source: Source,
+    sink: Sink,
+    *,
+    policy: Policy,
+    metadata: Mapping[str, str],
+    chunk_nbytes: int,
+    jobs: int,
+    spool: Spool,
+    progress: Progress | None,
+    max_memory: int | None = None,
+) -> Report:
+    """Stream ``source`` into ``sink``, in at most ``max_memory`` bytes if that is given.
+
+    The bytes written depend on the catalog and ``policy`` alone, not on ``chunk_nbytes`` or
+    ``jobs``.
+    Raises: LimitError and SourceError before a byte is written as far as the catalog shows;
+    SourceError, OSError.
+    """
+    began = time.perf_counter()
+    catalog = catalog_of(source, metadata)
+    writer = PackWriter(catalog, sink, policy)
+    layout = writer.layout
+    spool_nbytes = spool_needed(source, catalog, layout, in_order=sink.in_order)
+    if spool_nbytes:
+        spool.require(
+            why=f"a {source.kind} from a pipe, with tensors that are strided or come before their turn",
+            nbytes=spool_nbytes,
+        )
+    limits = budget_for(source, layout, chunk_nbytes=chunk_nbytes, jobs=jobs, max_memory=max_memory)
+    writer.start(reserve=not source.sparse)
+    requests = requests_of(layout)
+    options = StreamOptions(
+        chunk_nbytes=limits.chunk_nbytes,
+        jobs=limits.jobs,
+        in_order=sink.in_order,
+        spool=spool,
+        window_nbytes=limits.window_nbytes,
+    )
+    pieces = source.stream(requests, options)
+    if sink.in_order:
+        pieces = in_turn(pieces, requests.nbytes, spool, chunk_nbytes=limits.chunk_nbytes)
+    if limits.jobs > 1:
+        pieces = overlap(pieces, weigh=weight)
+    hashed = writer.hash(pieces)
+    if limits.jobs > 2:
+        hashed = overlap(hashed, weigh=weight)
+    written = 0
+    try:
+        for file_offset, chunk in hashed:
+            sink.put(file_offset, chunk)
+            written += len(chunk)
+            if progress is not None:
+                progress(written, layout.region_nbytes)
+    finally:
+        _close(hashed)
+    checksum = writer.finish()
+    overhead_nbytes = writer.head.pack_nbytes - layout.region_nbytes
+    return Report(
+        source_kind=source.kind,
+        tensors=len(catalog),
+        tied=layout.tied,
+        source_nbytes=catalog.storages_nbytes,
+        target_nbytes=writer.head.pack_nbytes,
+        shared_nbytes=layout.shared_nbytes,
+        unused_nbytes=layout.unused_nbytes,
+        repeated_nbytes=layout.repeated_nbytes,
+        padding_nbytes=layout.padding_nbytes,
+        overhead_nbytes=overhead_nbytes,
+        spool_nbytes=spool.peak_nbytes,
+        cast_nbytes=layout.cast_nbytes,
+        casts=count_casts(catalog),
+        seconds=time.perf_counter() - began,
+        checksum=checksum,
+        verification=source.verification,
+        warnings=(*source.remarks, *warnings_of(catalog)),
+    )
+
+
+def _close(stage: Iterator[object]) -> None:
+    # Generators are closed from the outermost in, so that every thread ends before the source is
+    # closed.
+    if isinstance(stage, Generator):
+        stage.close()

@@ -1,0 +1,231 @@
+"""A torch.distributed checkpoint: ``.metadata`` and ``*.distcp``, as ``torch.distributed.checkpoint.save`` writes them.
+
+Each rank wrote the chunks that it held, each chunk as an archive of ``torch.save`` inside a ``.distcp`` file.  They are
+read by the same one-pass reader as any checkpoint, and put where they belong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Generator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from stream_pack.catalog import Catalog, CatalogBuilder
+from stream_pack.dtypes import DTYPES
+from stream_pack.errors import (
+    SourceError,
+    StreamPackError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+)
+from stream_pack.sniff import describe_start
+from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.sets.assembly import (
+    Box,
+    Part,
+    Rows,
+    assembled,
+    part_chunk_nbytes,
+    tiled,
+    trimmed,
+)
+from stream_pack.writer.sets.composite import listed, member_path, say_where, together
+from stream_pack.writer.sets.dcp_metadata import Place, ShardedTensor, read_metadata
+from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions
+from stream_pack.writer.state_dict import StateDict
+from stream_pack.writer.torch_globals import Tensor
+from stream_pack.writer.torch_zip import TorchZipSource
+
+__all__ = ["METADATA", "SHARD_SUFFIX", "DcpSource"]
+
+METADATA = ".metadata"
+SHARD_SUFFIX = ".distcp"
+ZIP_ENTRY = b"PK\3\4"
+MODELS = ("model", "state_dict")
+"""The keys under which a training loop keeps the model beside its optimizer."""
+
+
+class DcpSource(Source):
+    """The whole tensors, in the order of the metadata.
+
+    A training loop saves ``{"model": ..., "optimizer": ...}``: ``key`` says which of them is wanted, and its tensors
+    are named as in there.  None: the model, if exactly one is called so; of a flat state dict, everything.
+
+    Only the files' lengths are checked when it is made; a chunk is opened when its bytes are due.
+
+    Raises: UnsupportedCheckpointError for metadata that contradicts itself or the files, chunks that do not hold every
+    element once, several state dicts and none chosen; UnsupportedTensorError; TruncatedSourceError; OSError.
+    """
+
+    def __init__(self, folder: Path, *, key: str | None = None) -> None:
+        self._folder = folder
+        found = read_metadata(folder / METADATA)
+        names, self._remarks = _chosen(found.tensors, key)
+        if found.ignored:
+            self._remarks.append(f"{found.ignored} entries that are no tensors were left out")
+        self._tensors = [tensor for tensor in found.tensors if tensor.name in names]
+        self._plans = [_plan(tensor) for tensor in self._tensors]
+        self._verified: Counter[str] = Counter()
+        _check_files(folder, self._tensors)
+        builder = CatalogBuilder()
+        nbytes = 0
+        for storage, tensor in enumerate(self._tensors):
+            shape = _logical(tensor.dtype, tensor.shape)
+            name = names[tensor.name]
+            nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
+        self._catalog = builder.build(storages_nbytes=nbytes)
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    @property
+    def kind(self) -> str:
+        return "torch.distributed checkpoint"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return tuple(self._remarks)
+
+    @property
+    def verification(self) -> str:
+        if not self._verified:
+            return "no chunk was read"
+        return together(self._verified, of="chunks")
+
+    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        rows = zip(requests.storages.tolist(), requests.starts.tolist(), requests.nbytes.tolist())
+        for buffer, (storage, start, nbytes) in enumerate(rows):
+            chunks = self._whole(storage, options)
+            for chunk in trimmed(chunks, start, start + nbytes):
+                yield buffer, chunk
+
+    def _whole(self, storage: int, options: StreamOptions) -> Iterator[Chunk]:
+        tensor = self._tensors[storage]
+        part_options = replace(
+            options,
+            chunk_nbytes=part_chunk_nbytes(len(tensor.boxes), options.chunk_nbytes),
+            jobs=1,
+            in_order=False,
+        )
+        streams = [
+            self._chunk(tensor, box, place, part_options)
+            for box, place in zip(tensor.boxes, tensor.places)
+        ]
+        parts = [Part(stream, what=f"a chunk of tensor {tensor.name!r}") for stream in streams]
+        try:
+            yield from assembled(self._plans[storage], parts, chunk_nbytes=options.chunk_nbytes)
+            for stream in streams:
+                for _ in stream:  # no bytes are left, but the archive's end has to be seen
+                    pass
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _chunk(
+        self, tensor: ShardedTensor, box: Box, place: Place, options: StreamOptions
+    ) -> Generator[Chunk, None, None]:
+        """The bytes of one chunk, whose archive is open only while they are read."""
+        where = f"{place.file}, from byte {place.begin} on, the chunk of tensor {tensor.name!r} at {list(box.offsets)}"
+        try:
+            with _opened(self._folder / place.file, place) as source:
+                catalog = source.catalog
+                shape, dtype = catalog.shape(0), int(catalog.dtypes[0])
+                if shape != _logical(tensor.dtype, box.sizes) or dtype != tensor.dtype:
+                    raise UnsupportedCheckpointError(
+                        f"it is {DTYPES[dtype].name} of shape {list(shape)}, and {METADATA} says "
+                        f"{DTYPES[tensor.dtype].name} of shape {list(box.sizes)}"
+                    )
+                requests = Requests(catalog.storages, catalog.starts, catalog.nbytes)
+                for _, chunk in source.stream(requests, options):
+                    yield chunk
+                self._verified[source.verification] += 1
+        except StreamPackError as error:
+            say_where(error, where)
+            raise
+
+
+def _opened(path: Path, place: Place) -> TorchZipSource:
+    stream = ByteStream.open_range(path, place.begin, place.nbytes)
+    try:
+        return TorchZipSource(stream, flatten=_one_tensor)
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _one_tensor(value: object, unknown: Collection[str]) -> StateDict:
+    if type(value) is not Tensor or unknown:
+        names = f", and names {listed(unknown)}" if unknown else ""
+        raise UnsupportedCheckpointError(f"the archive holds no plain tensor{names}")
+    return StateDict({"": value}, 0)
+
+
+def _chosen(tensors: list[ShardedTensor], key: str | None) -> tuple[dict[str, str], list[str]]:
+    """The tensors that are wanted, with the names they get, and what is to be said about it."""
+    nested: dict[str, int] = {}
+    for tensor in tensors:
+        if len(tensor.path) > 1:
+            nested[tensor.path[0]] = nested.get(tensor.path[0], 0) + 1
+    remarks: list[str] = []
+    if key is None:
+        if not nested:
+            return {tensor.name: tensor.name for tensor in tensors}, remarks
+        models = [name for name in MODELS if name in nested]
+        if len(models) != 1 or sum(nested.values()) != len(tensors):
+            raise UnsupportedCheckpointError(
+                f"the checkpoint holds more than one state dict, under the keys {listed(nested)}: say which "
+                "one is wanted"
+            )
+        key = models[0]
+        others = len(tensors) - nested[key]
+        remarks.append(f"took {key!r}, and left out {others} tensors under other keys")
+    elif key not in nested:
+        raise UnsupportedCheckpointError(
+            f"the checkpoint has no tensors under the key {key!r}; its keys: {listed(nested) or 'none'}"
+        )
+    wanted = (tensor for tensor in tensors if len(tensor.path) > 1 and tensor.path[0] == key)
+    return {tensor.name: ".".join(tensor.path[1:]) for tensor in wanted}, remarks
+
+
+def _plan(tensor: ShardedTensor) -> list[Rows]:
+    if 0 in tensor.shape:
+        return []
+    itemsize_bits = max(8, DTYPES[tensor.dtype].bits)  # a pair of 4-bit elements is one of torch's
+    return tiled(tensor.name, tensor.shape, tensor.boxes, bits=itemsize_bits)
+
+
+def _logical(dtype: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if DTYPES[dtype].torch_pairs and shape:
+        return (*shape[:-1], 2 * shape[-1])
+    return shape
+
+
+def _check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
+    """Every file is there and long enough, and begins its first chunk as an archive of torch.save."""
+    first: dict[str, int] = {}
+    end: dict[str, int] = {}
+    for tensor in tensors:
+        for place in tensor.places:
+            first[place.file] = min(place.begin, first.get(place.file, place.begin))
+            end[place.file] = max(place.begin + place.nbytes, end.get(place.file, 0))
+    for file, begin in first.items():
+        path = member_path(folder, file, told_by=METADATA)
+        with open(path, "rb") as shard:
+            nbytes = os.fstat(shard.fileno()).st_size
+            if nbytes < end[file]:
+                raise TruncatedSourceError(
+                    f"{file} has {nbytes} bytes, and {METADATA} places chunks up to byte {end[file]} in it: it was cut "
+                    "short",
+                    position=nbytes,
+                    missing_nbytes=end[file] - nbytes,
+                )
+            shard.seek(begin)
+            start = shard.read(512)
+        if not start.startswith(ZIP_ENTRY):
+            raise SourceError(
+                f"{file} has no archive of torch.save at byte {begin}, where its first chunk should be, but "
+                f"{describe_start(start)}; a checkpoint saved in another format has to be consolidated first"
+            )

@@ -1,0 +1,320 @@
+"""Where a pack's bytes go: a new file that replaces its target when complete, or a byte stream.
+
+A sink takes bytes by position.  What nobody puts is zero: a file has a hole there, a stream gets
+the zeros sent.
+"""
+
+from __future__ import annotations
+
+import abc
+import errno
+import io
+import os
+import stat
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Protocol, TypeVar, runtime_checkable
+
+from stream_pack.checksum import zeros
+from stream_pack.errors import StateError
+from stream_pack.writer.source import Chunk, Zeros
+
+__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "open_sink"]
+
+BATCH_NBYTES = 1 << 20
+BATCH_PARTS = 512
+"""Parts of one gathering write, below the 1,024 of Linux's and macOS's IOV_MAX."""
+
+_S = TypeVar("_S", bound="Sink")
+
+
+@runtime_checkable
+class BinaryWriter(Protocol):
+    """A binary file object, open for writing."""
+
+    def write(self, data: memoryview, /) -> int | None: ...
+
+
+class Sink(abc.ABC):
+    """Takes bytes by position and writes them in large steps.
+
+    Call :meth:`begin` once, :meth:`put` with positions that do not overlap, then :meth:`commit`.
+    As a context manager it aborts when left without a commit.
+    """
+
+    in_order: bool
+    """Whether positions must ascend."""
+
+    def __init__(self) -> None:
+        self._parts: list[memoryview] = []
+        self._begin = 0
+        self._end = 0
+        self._nbytes = 0
+
+    @property
+    @abc.abstractmethod
+    def folder(self) -> str | None:
+        """Where temporary files belong: beside the target; None when the target is a stream."""
+
+    def begin(self, nbytes: int, *, reserve: bool) -> None:
+        """Announce the length of the whole; ``reserve``: fail now rather than after hours if there
+        is no room for it.
+
+        Raises: OSError (ENOSPC) naming both numbers.
+        """
+        self._nbytes = nbytes
+
+    def put(self, position: int, chunk: Chunk) -> None:
+        """Write ``chunk`` at ``position``; it may be held until a few more have come.
+
+        Raises: OSError; StateError when a stream is asked to go back.
+        """
+        if isinstance(chunk, Zeros) or len(chunk) == 0:
+            return
+        if (
+            position != self._end
+            or self._end - self._begin >= BATCH_NBYTES
+            or len(self._parts) >= BATCH_PARTS
+        ):
+            self._flush()
+        if not self._parts:
+            self._begin = position
+        self._parts.append(memoryview(chunk))
+        self._end = position + len(chunk)
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._write(self._begin, parts)
+
+    @abc.abstractmethod
+    def _write(self, position: int, parts: list[memoryview]) -> None:
+        """Write all of ``parts`` at ``position``."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Everything was put: make it last."""
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Leave no trace, as far as that is possible.  May be called after anything."""
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abort()
+
+
+def _rest(parts: list[memoryview], written: int) -> list[memoryview]:
+    """What is left of ``parts`` after their first ``written`` bytes."""
+    for number, part in enumerate(parts):
+        if written < len(part):
+            return [part[written:], *parts[number + 1 :]]
+        written -= len(part)
+    return []
+
+
+class FileSink(Sink):
+    """A new file beside the target, which replaces it in :meth:`commit`; until then the target
+    stays as it is.
+
+    A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new
+    file obeys the umask.
+    Raises: OSError, also when the target is neither absent nor a regular file.
+    """
+
+    in_order = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._target = os.path.realpath(os.fspath(path))
+        old = _stat(self._target)
+        if old is not None and not stat.S_ISREG(old.st_mode):
+            code = errno.EISDIR if stat.S_ISDIR(old.st_mode) else errno.EINVAL
+            raise OSError(code, os.strerror(code), self._target)
+        self._temporary: str | None = os.path.join(
+            os.path.dirname(self._target), f".stream_pack-{os.urandom(8).hex()}.tmp"
+        )
+        # 0o666: the kernel takes the umask off.
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        try:
+            self._file: int | None = os.open(self._temporary, flags, 0o666)
+        except OSError as error:
+            # Of the folder's faults, under the name that the caller knows.
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+        try:
+            if old is not None:
+                _keep_owner_and_mode(self._file, old)
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def folder(self) -> str:
+        return os.path.dirname(self._target)
+
+    def begin(self, nbytes: int, *, reserve: bool) -> None:
+        super().begin(nbytes, reserve=reserve)
+        disk = os.statvfs(self.folder)
+        free = disk.f_bavail * disk.f_frsize
+        if reserve and nbytes > free:
+            raise OSError(errno.ENOSPC, f"disk full: need {nbytes} bytes, have {free}", self.folder)
+        assert self._file is not None
+        os.ftruncate(self._file, nbytes)
+
+    def _write(self, position: int, parts: list[memoryview]) -> None:
+        assert self._file is not None
+        while parts:
+            written = _pwritev(self._file, parts, position)
+            if written == 0:
+                raise OSError(errno.EIO, "a write of several bytes wrote none", self._target)
+            position += written
+            parts = _rest(parts, written)
+
+    def commit(self) -> None:
+        if self._file is None or self._temporary is None:
+            raise StateError("this sink was committed or aborted before")
+        self._flush()
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = None
+        os.replace(self._temporary, self._target)
+        self._temporary = None
+        _sync_folder(self.folder)
+
+    def abort(self) -> None:
+        self._parts = []
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._temporary is not None:
+            os.unlink(self._temporary)
+            self._temporary = None
+
+
+class StreamSink(Sink):
+    """A byte stream: a descriptor, or a binary file object.  It is never closed here, and what was
+    sent stays sent."""
+
+    in_order = True
+
+    def __init__(self, stream: int | BinaryWriter) -> None:
+        super().__init__()
+        self._stream = stream
+        self._position = 0
+
+    @property
+    def folder(self) -> None:
+        return None
+
+    def put(self, position: int, chunk: Chunk) -> None:
+        if position < self._end:
+            raise StateError(
+                f"a stream cannot go back: byte {position} after byte {self._end} was sent"
+            )
+        super().put(position, chunk)
+
+    def _write(self, position: int, parts: list[memoryview]) -> None:
+        self._send_zeros(position - self._position)
+        self._send(parts)
+        self._position = position + sum(map(len, parts))
+
+    def _send_zeros(self, nbytes: int) -> None:
+        for part in zeros(nbytes):
+            self._send([part])
+
+    def _send(self, parts: Sequence[memoryview]) -> None:
+        rest = [part for part in parts if len(part)]
+        while rest:
+            if isinstance(self._stream, int):
+                written: int | None = os.writev(self._stream, rest)
+            else:
+                written = self._stream.write(rest[0])
+            if not written:
+                raise OSError(errno.EIO, "a write of several bytes to the stream wrote none")
+            rest = _rest(rest, written)
+
+    def commit(self) -> None:
+        self._flush()
+        self._send_zeros(self._nbytes - self._position)
+        self._position = self._nbytes
+        if isinstance(self._stream, io.IOBase):
+            self._stream.flush()
+
+    def abort(self) -> None:
+        self._parts = []
+
+
+class _OwnedStreamSink(StreamSink):
+    """A device, FIFO or socket that stands under a path: opened, written to, closed, never
+    replaced."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor: int | None = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        super().__init__(self._descriptor)
+
+    def commit(self) -> None:
+        super().commit()
+        self.abort()
+
+    def abort(self) -> None:
+        super().abort()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
+    """The sink for a path, a descriptor, or a binary file object.
+
+    Raises: OSError; TypeError for anything else.
+    """
+    if isinstance(target, (str, os.PathLike)):
+        old = _stat(os.path.realpath(os.fspath(target)))
+        if old is not None and not stat.S_ISREG(old.st_mode) and not stat.S_ISDIR(old.st_mode):
+            return _OwnedStreamSink(os.fspath(target))
+        return FileSink(target)
+    if isinstance(target, (int, BinaryWriter)):
+        return StreamSink(target)
+    raise TypeError(
+        f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object"
+    )
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _keep_owner_and_mode(file: int, old: os.stat_result) -> None:
+    new = os.fstat(file)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.fchown(file, old.st_uid, old.st_gid)
+        except PermissionError:
+            pass  # a user may replace a file that another owns, but not give one away
+    os.fchmod(file, stat.S_IMODE(old.st_mode))
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems (SMB, some FUSE ones) do not sync folders; the file itself is safe.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _pwritev(file: int, parts: list[memoryview], position: int) -> int:
+    return os.pwritev(file, parts, position)

@@ -1,0 +1,100 @@
+"""Temporary disk space beside the target, for what one pass cannot do in constant memory.
+
+A spool file has no name (it is unlinked as soon as it is open), so nothing is left behind, whatever
+happens.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+
+import numpy as np
+
+from stream_pack.errors import LimitError, TruncatedSourceError
+
+__all__ = ["Spool", "SpoolFile"]
+
+
+class Spool:
+    """Where spool files may be made, and how much space they took.
+
+    ``folder`` None: nowhere; the first request for a file is refused.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self._folder = folder
+        self._nbytes = 0
+        self.peak_nbytes = 0
+
+    def require(self, *, why: str, nbytes: int) -> str | os.PathLike[str]:
+        """The folder; ``why`` and ``nbytes``, the most that may be needed, go into the refusal.
+
+        Raises: LimitError when there is none.
+        """
+        if self._folder is None:
+            raise LimitError(
+                f"{why}: this needs up to {nbytes} bytes of disk space for a while, and a stream target has "
+                "no folder beside it; name one with --spool-dir (spool_dir=)",
+                value=nbytes,
+            )
+        return self._folder
+
+    def open(self, *, why: str, nbytes: int) -> SpoolFile:
+        """A new, empty spool file.  Raises: as :meth:`require`."""
+        return SpoolFile(self, self.require(why=why, nbytes=nbytes))
+
+    def _took(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
+
+
+class SpoolFile:
+    """Bytes appended once and read back anywhere.  Close it to give the disk space back."""
+
+    def __init__(self, spool: Spool, folder: str | os.PathLike[str]) -> None:
+        self._spool = spool
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix=".stream_pack-spool-")
+        self.nbytes = 0
+
+    def fileno(self) -> int:
+        """The descriptor, for reading by position."""
+        return self._file.fileno()
+
+    def append(self, data: memoryview | bytes) -> None:
+        """Write all of ``data`` at the end."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fileno(), view) :]
+        self.nbytes += len(data)
+        self._spool._took(len(data))
+
+    def append_zeros(self, nbytes: int) -> None:
+        """Append a hole."""
+        self.nbytes += nbytes
+        os.ftruncate(self.fileno(), self.nbytes)
+        os.lseek(self.fileno(), 0, os.SEEK_END)
+        self._spool._took(nbytes)
+
+    def read(self, begin: int, end: int, *, chunk_nbytes: int) -> Iterator[memoryview]:
+        """Bytes ``[begin, end)``, in chunks of fresh memory."""
+        while begin < end:
+            chunk = memoryview(np.empty(min(chunk_nbytes, end - begin), np.uint8))
+            read = os.preadv(self.fileno(), [chunk], begin)
+            if read == 0:
+                raise TruncatedSourceError(f"a spool file ended at byte {begin}, before byte {end}")
+            yield chunk[:read]
+            begin += read
+
+    def close(self) -> None:
+        """Give the disk space back.  May be called twice."""
+        if not self._file.closed:
+            self._file.close()
+            self._spool._took(-self.nbytes)
+
+    def __enter__(self) -> SpoolFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

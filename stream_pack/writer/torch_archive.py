@@ -1,0 +1,383 @@
+"""The records of a torch.save archive: the pickle first, then every storage, each whole and with the CRC-32 of torch.
+
+Record order: ``data.pkl``, a few small records, the storages, a few small records, the directory.  One pass is enough.
+The directory comes last and is compared with all that has passed; nothing is believed because it says so.  Only
+where ``data.pkl`` is not the first record (another program has packed the archive again) the directory is used to find
+it, which takes a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from zlib import crc32
+
+from stream_pack.errors import (
+    SourceChecksumError,
+    SourceError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+)
+from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_globals import Storage, TorchObjects
+from stream_pack.writer.unpickler import Unpickler
+from stream_pack.writer.zip_records import (
+    DirectoryEntry,
+    LocalHeader,
+    find_directory,
+    read_descriptor,
+    read_directory,
+    read_local_header,
+    scan_payload,
+    shown,
+)
+
+__all__ = ["Data", "End", "Event", "TorchArchive"]
+
+PICKLE = "data.pkl"
+STORAGES = "data/"
+BYTEORDER = "byteorder"
+SMALL = {BYTEORDER, "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
+"""What torch writes beside the pickle and the storages: a few bytes each."""
+SMALL_NBYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Data:
+    """The next bytes of a record; ``storage`` is None if it holds none.
+
+    ``fresh``: they count for the record's CRC-32.  Not so where a part of a storage is read once more.
+    """
+
+    chunk: memoryview | bytes
+    storage: Storage | None = None
+    fresh: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """A record is complete.  ``crc`` is what the archive says its CRC-32 is; ``payload`` is where it began."""
+
+    name: str
+    crc: int
+    payload: int
+    storage: Storage | None = None
+
+
+Event = Data | End
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A record that has passed.  Units: bytes from the archive's start, of its header and of its payload."""
+
+    position: int
+    payload: int
+    nbytes: int
+    crc: int
+
+
+class TorchArchive:
+    """One archive, read from ``stream``, which stands at its first byte; ``flatten`` finds the tensors in its pickle.
+
+    When made, everything before the first storage has been read: ``state_dict``, ``storages`` (by key, in the order of
+    first use) and ``big_endian`` are known.
+
+    Raises: UnsupportedCheckpointError, SourceError, TruncatedSourceError; OSError.
+    """
+
+    def __init__(self, stream: ByteStream, *, flatten: Flatten) -> None:
+        self._stream = stream
+        self._flatten = flatten
+        self._records: dict[str, _Record] = {}
+        self._pickle_nbytes = 0
+        self._byteorder = b"little"  # what no byteorder record means
+        self._storages_seen = 0
+        self.storages: dict[str, Storage] = {}
+        self.unreferenced = 0
+        self.verified = 0
+        self.unverified = 0
+        first = read_local_header(stream)
+        if first is not None and _is_pickle(first.name):
+            self._prefix = first.name.removesuffix(PICKLE)
+            self.state_dict, self.storages = self._read_pickle(first)
+            self._next = self._read_small()
+        else:
+            directory = self._read_directory_first(first)
+            name = next(filter(_is_pickle, directory))
+            self._prefix = name.removesuffix(PICKLE)
+            self.state_dict, self.storages = self._read_pickle(self._header_of(directory[name]))
+            byteorder = directory.get(self._prefix + BYTEORDER)
+            if byteorder is not None:
+                self._drain(self._read_record(self._header_of(byteorder), SMALL_NBYTES))
+            self._records.clear()
+            stream.seek(0)
+            self._next = read_local_header(stream)
+
+    @property
+    def big_endian(self) -> bool:
+        """Whether multi-byte elements have their most significant byte first."""
+        return self._byteorder == b"big"
+
+    def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
+        """All records in the order of the archive, then its directory and its end.  Nothing is left unchecked
+        when it ends, but the CRC-32s: those are for :meth:`verify`, which may run in another thread."""
+        while self._next is not None:
+            yield from self._read_record(self._next, chunk_nbytes)
+            self._next = read_local_header(self._stream)
+        self._check_end()
+
+    def locate(self) -> None:
+        """The same without reading storages, from a file: :meth:`read_storage` and :meth:`read_range` may follow."""
+        while self._next is not None:
+            storage = self._begin(self._next)
+            if storage is None:
+                self._drain(self._read_record(self._next, SMALL_NBYTES))
+            else:
+                payload = self._stream.position
+                self._stream.skip(storage.nbytes, what=_described(storage))
+                self._finish(self._next, payload, storage.nbytes)
+            self._next = read_local_header(self._stream)
+        self._check_end()
+
+    def read_storage(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
+        """One storage from its first byte to its end, after :meth:`locate`."""
+        record = self._records[self._name_of(storage)]
+        self._stream.seek(record.payload)
+        yield from self._storage_data(storage, chunk_nbytes)
+        yield End(self._name_of(storage), record.crc, record.payload, storage)
+
+    def read_range(
+        self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
+    ) -> Iterator[Event]:
+        """A part of a storage that has been read before, after :meth:`locate`."""
+        self._stream.seek(self._records[self._name_of(storage)].payload + begin)
+        what = _described(storage)
+        for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
+            yield Data(chunk, storage, fresh=False)
+
+    def verify(self, name: str, stated: int, actual: int) -> None:
+        """Compare the CRC-32 that the archive states for a record with that of its bytes.
+
+        Raises: SourceChecksumError, naming the tensors.
+        """
+        if stated == actual:
+            self.verified += actual != 0  # that of no bytes is 0, and proves nothing
+        elif stated == 0:  # torch.serialization.set_crc32_options(False)
+            self.unverified += 1
+        else:
+            storage = self.storages.get(name.removeprefix(self._prefix + STORAGES))
+            users = "" if storage is None else f" ({self._users(storage)})"
+            raise SourceChecksumError(
+                f"record {shown(name)}{users} was damaged before it reached us: its CRC-32 is 0x{actual:08x}, "
+                f"and the archive says 0x{stated:08x}",
+                record=name,
+                expected=stated,
+                actual=actual,
+            )
+
+    # -- the head
+
+    def _read_pickle(self, header: LocalHeader) -> tuple[StateDict, dict[str, Storage]]:
+        stream, objects = self._stream, TorchObjects()
+        payload = stream.position
+        crc, last = 0, b""
+
+        def read_some() -> bytes:
+            nonlocal crc, last
+            crc = crc32(last, crc)
+            last = stream.read_some()
+            return last
+
+        unpickler = Unpickler(
+            read_some, find_global=objects.find_global, find_persistent=objects.find_persistent
+        )
+        value = unpickler.load()
+        stream.unread(unpickler.rest)
+        crc = crc32(last[: len(last) - len(unpickler.rest)], crc)
+        self._pickle_nbytes = unpickler.nbytes
+        self.verify(header.name, self._finish(header, payload, self._pickle_nbytes), crc)
+        return self._flatten(value, objects.unknown), objects.storages
+
+    def _read_small(self) -> LocalHeader | None:
+        """Read the small records behind the pickle, and return the header of the first other one."""
+        while (header := read_local_header(self._stream)) is not None:
+            if header.name.removeprefix(self._prefix) not in SMALL:
+                break
+            self._drain(self._read_record(header, SMALL_NBYTES))
+        return header
+
+    def _read_directory_first(self, first: LocalHeader | None) -> dict[str, DirectoryEntry]:
+        """The directory of a file whose first record is not the pickle."""
+        if first is None:
+            raise UnsupportedCheckpointError("the archive is empty: no checkpoint")
+        if self._stream.regular_file is None:
+            raise UnsupportedCheckpointError(
+                f"the archive's first record is {shown(first.name)}, not data.pkl ({_looks_like([first.name])}), "
+                "so what it holds is known only at its end: save it to a file, and convert that"
+            )
+        self._stream.seek(find_directory(self._stream))
+        directory = {entry.name: entry for entry in read_directory(self._stream)}
+        others = any(name.endswith("/constants.pkl") for name in directory)
+        if others or sum(map(_is_pickle, directory)) != 1:
+            raise UnsupportedCheckpointError(
+                f"the archive holds no checkpoint of torch.save: {_looks_like(list(directory))}"
+            )
+        return directory
+
+    def _header_of(self, entry: DirectoryEntry) -> LocalHeader:
+        self._stream.seek(entry.position)
+        header = read_local_header(self._stream)
+        if header is None or header.name != entry.name:
+            raise SourceError(
+                f"the archive's directory points to byte {entry.position} for record {shown(entry.name)}, "
+                "which does not begin there"
+            )
+        return header
+
+    # -- records
+
+    def _read_record(self, header: LocalHeader, chunk_nbytes: int) -> Generator[Event, None, None]:
+        payload = self._stream.position
+        storage = self._begin(header)
+        if storage is not None:
+            yield from self._storage_data(storage, chunk_nbytes)
+            nbytes = storage.nbytes
+        else:
+            nbytes = 0
+            for chunk in self._other_payload(header, chunk_nbytes):
+                nbytes += len(chunk)
+                yield Data(chunk)
+        yield End(header.name, self._finish(header, payload, nbytes), payload, storage)
+
+    def _begin(self, header: LocalHeader) -> Storage | None:
+        """The storage that the record holds, if it is one."""
+        if header.name in self._records:
+            raise SourceError(
+                f"the archive holds two records named {shown(header.name)}: nobody can tell which is meant"
+            )
+        prefix = self._prefix + STORAGES
+        if not header.name.startswith(prefix):
+            return None
+        storage = self.storages.get(header.name.removeprefix(prefix))
+        self._storages_seen += storage is not None
+        return storage
+
+    def _finish(self, header: LocalHeader, payload: int, nbytes: int) -> int:
+        crc = read_descriptor(self._stream, header, nbytes)
+        self._records[header.name] = _Record(header.position, payload, nbytes, crc)
+        return crc
+
+    def _storage_data(self, storage: Storage, chunk_nbytes: int) -> Iterator[Data]:
+        what = _described(storage)
+        for chunk in self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what):
+            yield Data(chunk, storage)
+
+    def _other_payload(
+        self, header: LocalHeader, chunk_nbytes: int
+    ) -> Iterator[memoryview | bytes]:
+        kind = header.name.removeprefix(self._prefix)
+        if kind == PICKLE:  # passed again, after it was read by the directory
+            return self._chunks(header, self._pickle_nbytes, chunk_nbytes)
+        if header.streamed:
+            payload: Iterator[memoryview | bytes] = scan_payload(self._stream, header)
+        else:
+            payload = self._chunks(header, header.nbytes, chunk_nbytes)
+        if kind not in SMALL:
+            self.unreferenced += 1
+            return payload
+        data = _small(header, payload)
+        if kind == BYTEORDER:
+            self._see_byteorder(data)
+        return iter([data])
+
+    def _chunks(self, header: LocalHeader, nbytes: int, chunk_nbytes: int) -> Iterator[memoryview]:
+        what = f"record {shown(header.name)}"
+        return self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what)
+
+    def _see_byteorder(self, data: bytes) -> None:
+        if data not in (b"little", b"big"):
+            raise UnsupportedCheckpointError(
+                f"the checkpoint's byte order is {data[:40]!r}: expected little or big"
+            )
+        if self._storages_seen and data != self._byteorder:
+            raise UnsupportedCheckpointError(
+                f"the checkpoint's byte order, {data!r}, is told after its tensors: save it again with torch"
+            )
+        self._byteorder = data
+
+    def _drain(self, events: Iterable[Event]) -> None:
+        crc = 0
+        for event in events:
+            if isinstance(event, Data):
+                crc = crc32(event.chunk, crc)
+            else:
+                self.verify(event.name, event.crc, crc)
+
+    def _check_end(self) -> None:
+        """Everything has arrived, and the directory says the same."""
+        missing = [s for s in self.storages.values() if self._name_of(s) not in self._records]
+        if missing:
+            raise TruncatedSourceError(
+                f"the archive ends without {len(missing)} of its {len(self.storages)} storages, such as "
+                f"{missing[0].key!r} ({self._users(missing[0])}): its writer was interrupted"
+            )
+        entries = read_directory(self._stream)
+        if len(entries) != len(self._records):
+            raise SourceError(
+                f"the archive's directory lists {len(entries)} records, and {len(self._records)} have passed"
+            )
+        for entry in entries:
+            record = self._records.get(entry.name)
+            if record is None:
+                raise SourceError(
+                    f"the archive's directory lists record {shown(entry.name)}, which is not there"
+                )
+            told = (entry.position, entry.nbytes, entry.crc)
+            seen = (record.position, record.nbytes, record.crc)
+            if told != seen or not entry.stored:
+                raise SourceError(
+                    f"record {shown(entry.name)} has position, length and CRC-32 {seen}; "
+                    f"the archive's directory says {told}"
+                )
+
+    def _name_of(self, storage: Storage) -> str:
+        return f"{self._prefix}{STORAGES}{storage.key}"
+
+    def _users(self, storage: Storage) -> str:
+        tensors = self.state_dict.tensors.items()
+        names = [name for name, tensor in tensors if tensor.storage is storage]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"tensor {names[0]!r}{more}" if names else "which no tensor uses"
+
+
+def _is_pickle(name: str) -> bool:
+    return name.count("/") == 1 and name.endswith("/" + PICKLE)
+
+
+def _described(storage: Storage) -> str:
+    return f"storage {storage.key!r} of {storage.nbytes} bytes"
+
+
+def _small(header: LocalHeader, chunks: Iterable[memoryview | bytes]) -> bytes:
+    data = bytearray()
+    for chunk in chunks:
+        data += chunk
+        if len(data) > SMALL_NBYTES:
+            raise SourceError(f"record {shown(header.name)} is longer than {SMALL_NBYTES} bytes")
+    return bytes(data)
+
+
+def _looks_like(names: list[str]) -> str:
+    """What kind of archive it is, for the refusal."""
+    tails = {name.partition("/")[2] for name in names}
+    if "constants.pkl" in tails or any(tail.startswith("code/") for tail in tails):
+        return "it looks like TorchScript: save the state_dict() of the module instead"
+    if any(tail.startswith("data/weights/") or tail == "archive_format" for tail in tails):
+        return "it looks like an exported program (.pt2): save its state_dict instead"
+    if all(name.endswith(".npy") for name in names):
+        return "it looks like a NumPy archive (.npz)"
+    if any(tail.startswith("data/") for tail in tails):
+        return "it may be TorchScript, an interrupted save, or packed again by another program"
+    return f"its records: {', '.join(repr(name[:80]) for name in names[:5])}"

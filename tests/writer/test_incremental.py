@@ -1,0 +1,176 @@
+"""Tensors that arrive in chunks from the caller."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stream_pack.errors import (
+    LimitError,
+    SourceError,
+    StateError,
+    UnknownTensorError,
+    UnsupportedTensorError,
+)
+from stream_pack.writer.incremental import Spec, Writer
+from tests.vectors import minimal_reader
+
+
+def test_chunks_of_any_length_in_any_order_make_a_pack(tmp_path: Path) -> None:
+    a = np.arange(1000, dtype="<f4")
+    b = np.arange(6, dtype="<i8").reshape(2, 3)
+    path = tmp_path / "f"
+    with Writer(path, {"a": ("float32", (10, 100)), "b": Spec("int64", [2, 3])}) as writer:
+        writer.write("b", b.tobytes())
+        writer.write("a", (memoryview(a.tobytes())[n : n + 7] for n in range(0, 4000, 7)))
+    tensors = minimal_reader.read(path.read_bytes()).tensors
+    assert list(tensors) == ["a", "b"]
+    assert (tensors["a"].dtype, tensors["a"].shape) == ("float32", (10, 100))
+    assert tensors["a"].data == a.tobytes()
+    assert tensors["b"].data == b.tobytes()
+
+
+def test_a_stream_gets_the_same_bytes_as_a_file(tmp_path: Path) -> None:
+    specs = {"a": ("uint8", (5,)), "none": ("float32", (0, 4)), "b": ("bool", ())}
+
+    def write(target: Path | io.BytesIO) -> None:
+        with Writer(target, specs, metadata={"k": "v"}) as writer:
+            writer.write("a", b"hello")
+            writer.write("b", [b"", b"\1"])
+
+    stream = io.BytesIO()
+    write(stream)
+    write(tmp_path / "f")
+    assert stream.getvalue() == (tmp_path / "f").read_bytes()
+    assert minimal_reader.read(stream.getvalue()).metadata == {"k": "v"}
+
+
+def test_packed_four_bit_elements_keep_their_bytes() -> None:
+    stream = io.BytesIO()
+    specs = {"i": ("int4", (3, 2)), "u": ("uint4", (4,)), "f": ("torch.float4_e2m1fn_x2", (2, 3))}
+    with Writer(stream, specs) as writer:
+        writer.write("i", b"\x21\x43\x65")
+        writer.write("u", b"\xf0\x0f")
+        writer.write("f", b"abcdef")
+    tensors = minimal_reader.read(stream.getvalue()).tensors
+    assert (tensors["i"].dtype, tensors["i"].shape, tensors["i"].data) == (
+        "int4",
+        (3, 2),
+        b"\x21\x43\x65",
+    )
+    assert tensors["u"].data == b"\xf0\x0f"
+    assert (tensors["f"].dtype, tensors["f"].shape) == ("float4_e2m1fn", (2, 6))
+
+
+@pytest.mark.parametrize("dtype", ["float32", np.dtype("float32"), np.float32])
+def test_a_dtype_may_be_a_name_or_a_numpy_dtype(dtype: object) -> None:
+    stream = io.BytesIO()
+    with Writer(stream, {"a": (dtype, (1,))}) as writer:
+        writer.write("a", b"1234")
+    assert minimal_reader.read(stream.getvalue()).tensors["a"].dtype == "float32"
+
+
+def test_a_dtype_may_come_from_torch_or_ml_dtypes() -> None:
+    import torch
+
+    stream = io.BytesIO()
+    with Writer(
+        stream, {"t": (torch.bfloat16, (1,)), "m": (np.dtype(ml_dtypes.bfloat16), (1,))}
+    ) as writer:
+        writer.write("t", b"12")
+        writer.write("m", b"34")
+    assert [t.dtype for t in minimal_reader.read(stream.getvalue()).tensors.values()] == [
+        "bfloat16"
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [("int3", (8,)), ("int4", (3,)), ("int4", ()), ("float4_e2m1fn_x2", ()), ("float32", (-1,))],
+)
+def test_specs_that_no_pack_can_hold_are_refused_by_name(
+    tmp_path: Path, spec: tuple[str, tuple[int, ...]]
+) -> None:
+    with pytest.raises(UnsupportedTensorError, match="'bad'") as caught:
+        Writer(tmp_path / "f", {"bad": spec})
+    assert caught.value.tensor == "bad"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spec_of_more_bytes_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk full"):
+        Writer(tmp_path / "f", {"a": ("uint8", (2**60,))})
+    with pytest.raises(LimitError):
+        Writer(tmp_path / "f", {"a": ("uint8", (2**62 + 1,))})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("chunks", [[b"123"], [b"1234", b"5"], [], [b"123456789"]])
+def test_too_few_or_too_many_bytes_are_refused(tmp_path: Path, chunks: list[bytes]) -> None:
+    with (
+        pytest.raises(SourceError, match="'a' has 4 bytes"),
+        Writer(tmp_path / "f", {"a": ("uint8", (4,))}) as writer,
+    ):
+        writer.write("a", chunks)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_left_out_is_named_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with (
+        pytest.raises(StateError, match="'b' missing"),
+        Writer(path, {"a": ("uint8", (1,)), "b": ("uint8", (1,))}) as writer,
+    ):
+        writer.write("a", b"1")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_wrong_calls_are_state_errors(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "f", {"a": ("uint8", (1,))})
+    writer.write("a", b"1")
+    with pytest.raises(StateError, match="written before"):
+        writer.write("a", b"1")
+    with pytest.raises(UnknownTensorError, match="'x'") as caught:
+        writer.write("x", b"1")
+    assert isinstance(caught.value, KeyError)
+    writer.close()
+    writer.close()
+    with pytest.raises(StateError, match="closed"):
+        writer.write("a", b"1")
+
+
+def test_a_stream_takes_tensors_in_turn_only() -> None:
+    with (
+        pytest.raises(StateError, match="takes 'a' next"),
+        Writer(io.BytesIO(), {"a": ("uint8", (1,)), "b": ("uint8", (1,))}) as writer,
+    ):
+        writer.write("b", b"1")
+
+
+def test_an_error_of_the_callers_iterable_passes_and_the_old_file_stays(tmp_path: Path) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"12"
+        raise LookupError("mine")
+
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with pytest.raises(LookupError, match="mine"), Writer(path, {"a": ("uint8", (4,))}) as writer:
+        writer.write("a", chunks())
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_equal_specs_stay_two_tensors() -> None:
+    stream = io.BytesIO()
+    with Writer(stream, {"a": ("uint8", (2,)), "b": ("uint8", (2,))}) as writer:
+        writer.write("a", b"12")
+        writer.write("b", b"34")
+    tensors = minimal_reader.read(stream.getvalue()).tensors
+    assert (tensors["a"].data, tensors["b"].data) == (b"12", b"34")
