@@ -1,0 +1,140 @@
+"""Blocks: where they lie, and whether their bytes are as written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from stream_pack.errors import ChecksumError
+from stream_pack.head import Head, root_checksum
+from stream_pack.index import Index
+from stream_pack.reader.mapping import Mapping
+from stream_pack.records import Footer
+
+__all__ = ["BlockCheck", "block_checksums", "block_error", "check_root", "users_of"]
+
+
+def block_checksums(mapping: Mapping, head: Head) -> NDArray[np.uint64]:
+    """The checksums section: one entry a block, in place.  Not proved: see :func:`check_root`."""
+    nbytes = head.index.checksums_nbytes
+    if not nbytes:
+        return np.empty(0, np.uint64)
+    return mapping.array(head.checksums_file_offset, nbytes).view("<u8")
+
+
+def check_root(mapping: Mapping, head: Head) -> None:
+    """Prove that the checksums are those that were written with this head.
+
+    Raises: ChecksumError.
+    """
+    begin, end = head.checksums_file_offset, head.pack_nbytes
+    record = mapping.array(head.footer_file_offset, end - head.footer_file_offset).tobytes()
+    footer, _ = Footer.decode(record)
+    actual = root_checksum(
+        head.checksum, (memoryview(block_checksums(mapping, head)).cast("B"),), record
+    )
+    if actual != footer.checksum:
+        raise ChecksumError(
+            f"the checksums (bytes {begin} to {end}) are damaged, or stand behind another pack's head: the root "
+            f"checksum is {actual:016x}, the footer says {footer.checksum:016x}",
+            part="checksums",
+            expected=footer.checksum,
+            actual=actual,
+            file_begin=begin,
+            file_end=end,
+        )
+
+
+def places(index: Index, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Buffer, begin and end (offsets) of each of the blocks ``[first, end)``, numbered through all buffers."""
+    blocks = np.arange(first, end)
+    buffers = np.searchsorted(index.block_ends, blocks, side="right")
+    within = blocks - (index.block_ends[buffers] - index.block_counts[buffers])
+    offsets, nbytes = index.buffer_offsets[buffers], index.buffer_nbytes[buffers]
+    begins = within * index.block_nbytes
+    ends = np.minimum(begins + index.block_nbytes, nbytes)
+    return zip(buffers.tolist(), (offsets + begins).tolist(), (offsets + ends).tolist())
+
+
+def wrong_blocks(
+    mapping: Mapping, head: Head, checksums: NDArray[np.uint64], first: int, end: int
+) -> list[tuple[int, int]]:
+    """Number and actual checksum of those of the blocks ``[first, end)`` that are not as written."""
+    wrong = []
+    expected = checksums[first:end].tolist()
+    for block, (_, begin, stop), value in zip(
+        range(first, end), places(head.index, first, end), expected
+    ):
+        data = mapping.array(head.region_file_offset + begin, stop - begin)
+        # A memoryview, because xxhash lets other threads run only while it reads what cannot change its length.
+        actual = xxhash.xxh3_64_intdigest(memoryview(data))
+        if actual != value:
+            wrong.append((block, actual))
+    return wrong
+
+
+def users_of(index: Index, buffer: int, begin: int, end: int) -> tuple[str, ...]:
+    """Names of all tensors that have bytes within offsets ``[begin, end)``, which lie in ``buffer``."""
+    rows = np.flatnonzero(index.tensor_buffers == buffer)
+    starts = index.offsets[rows]
+    rows = rows[(starts < end) & (starts + index.tensor_nbytes[rows] > begin)]
+    return tuple(index.name(row) for row in rows.tolist())
+
+
+def block_error(head: Head, block: int, *, expected: int, actual: int) -> ChecksumError:
+    """The error that says which bytes differ, and whose they are."""
+    index = head.index
+    (buffer, begin, end) = next(places(index, block, block + 1))
+    tensors = users_of(index, buffer, begin, end)
+    within = block - int(index.block_ends[buffer] - index.block_counts[buffer])
+    file_begin, file_end = head.region_file_offset + begin, head.region_file_offset + end
+    named = ", ".join(map(repr, tensors[:3])) + (
+        f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    )
+    return ChecksumError(
+        f"tensor {named}: block {within} of buffer {buffer} (bytes {file_begin} to {file_end} of the pack) is damaged: "
+        f"its checksum is {actual:016x}, expected {expected:016x}",
+        part="block",
+        expected=expected,
+        actual=actual,
+        file_begin=file_begin,
+        file_end=file_end,
+        tensors=tensors,
+        buffer=buffer,
+        block=within,
+    )
+
+
+class BlockCheck:
+    """Checks each block at most once, before the first byte of it is handed out."""
+
+    def __init__(self, mapping: Mapping, head: Head) -> None:
+        check_root(mapping, head)
+        self._head = head
+        # Copied: a live array of the mapping would keep it from being closed.
+        self._checksums = block_checksums(mapping, head).copy()
+        self._proved = np.zeros(len(self._checksums), bool)
+        self._lock = threading.Lock()
+
+    def check(self, mapping: Mapping, buffer: int, begin: int, end: int) -> None:
+        """Prove the bytes ``[begin, end)`` of a buffer, ``begin < end``.
+
+        Raises: ChecksumError, again each time it is asked for the damaged block.
+        """
+        index = self._head.index
+        base = int(index.block_ends[buffer] - index.block_counts[buffer])
+        first = base + begin // index.block_nbytes
+        last = base + (end - 1) // index.block_nbytes
+        with self._lock:
+            for block in (first + np.flatnonzero(~self._proved[first : last + 1])).tolist():
+                for number, actual in wrong_blocks(
+                    mapping, self._head, self._checksums, block, block + 1
+                ):
+                    raise block_error(
+                        self._head, number, expected=int(self._checksums[number]), actual=actual
+                    )
+                self._proved[block] = True

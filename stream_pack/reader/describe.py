@@ -1,0 +1,249 @@
+"""What a pack holds and what fills its file, as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from stream_pack.align import PAGE_NBYTES
+from stream_pack.header import HEADER_NBYTES
+from stream_pack.index import NO_BUFFER, Index
+from stream_pack.reader.pack import Pack
+from stream_pack.report import human_nbytes
+
+__all__ = ["Description", "Part", "Row", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor.
+
+    ``shared_with`` names a tensor that has exactly the same bytes, ``inside`` one whose bytes contain these; both
+    None for most. ``page_aligned``: it starts at a multiple of 16,384, so that it can be an MTLBuffer of its own.
+
+    Units: bytes; ``file_offset`` counts from the pack's first byte.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file_offset: int
+    shared_with: str | None
+    inside: str | None
+    page_aligned: bool
+    fault: str | None
+
+    @property
+    def flags(self) -> str:
+        """All that is special about it, in words."""
+        words = []
+        if self.shared_with is not None:
+            words.append(f"tied with {printable(self.shared_with)}")
+        if self.inside is not None:
+            words.append(f"in {printable(self.inside)}")
+        if self.page_aligned:
+            words.append("page")
+        if self.fault is not None:
+            words.append(f"FAULT: {self.fault}")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Something that takes bytes of the file.  Parts that come more than once are added up."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A pack, described.
+
+    ``nbytes`` is the length of the pack; the nbytes of all ``parts`` add up to exactly that.  ``tensors_nbytes``
+    counts every tensor as if it stood alone, so it is more than the part "tensors" by what sharing saves.
+    """
+
+    path: str
+    kind: str
+    nbytes: int
+    tensors_nbytes: int
+    metadata: dict[str, str]
+    alignment: tuple[int, int] | None
+    block_nbytes: int | None
+    rows: tuple[Row, ...]
+    parts: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """All fields, as values that the json module takes."""
+        return {
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "tensors": len(self.rows),
+            "rows": [
+                {field.name: getattr(row, field.name) for field in fields(row)} for row in self.rows
+            ],
+            "parts": [{"name": part.name, "nbytes": part.nbytes} for part in self.parts],
+        }
+
+    def to_text(self, width: int | None = None) -> str:
+        """Tables for a person; names are cut to fit ``width`` columns, or not at all."""
+        return "\n".join(_lines(self, width))
+
+
+def describe(pack: Pack) -> Description:
+    """Describe an open pack, or raw payload.  No byte of the region is read."""
+    contents = pack.contents
+    index = contents.index
+    raw = pack.kind != "pack"
+    return Description(
+        path=pack.path,
+        kind=pack.kind,
+        nbytes=contents.nbytes,
+        tensors_nbytes=int(index.tensor_nbytes.sum()),
+        metadata=pack.metadata,
+        alignment=None if raw else (index.alignment.small, index.alignment.large),
+        block_nbytes=None if raw else index.block_nbytes,
+        rows=tuple(_rows(index, contents.region_file_offset, contents.faults)),
+        parts=tuple(_parts(pack)),
+    )
+
+
+def _rows(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[Row]:
+    names = [index.name(tensor) for tensor in range(len(index))]
+    whole, same = _sharing(index)
+    columns = (index.offsets, index.tensor_nbytes)
+    for tensor, (offset, nbytes) in enumerate(zip(*(column.tolist() for column in columns))):
+        host, twin = whole.get(tensor), same.get(tensor)
+        yield Row(
+            name=names[tensor],
+            dtype=index.dtype_name(tensor),
+            shape=index.shape(tensor),
+            nbytes=nbytes,
+            file_offset=region_file_offset + offset,
+            shared_with=None if twin is None else names[twin],
+            inside=None if host is None else names[host],
+            page_aligned=nbytes > 0 and (region_file_offset + offset) % PAGE_NBYTES == 0,
+            fault=faults.get(tensor),
+        )
+
+
+def _sharing(index: Index) -> tuple[dict[int, int], dict[int, int]]:
+    """For tensors that share bytes: the larger one that each lies inside, and another one that has the same bytes."""
+    inside: dict[int, int] = {}
+    same: dict[int, int] = {}
+    held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)
+    order = held[np.argsort(index.tensor_buffers[held], kind="stable")]
+    buffers = index.tensor_buffers[order]
+    for group in np.split(order, np.flatnonzero(buffers[1:] != buffers[:-1]) + 1):
+        if len(group) < 2:
+            continue
+        longest = int(group[np.argmax(index.tensor_nbytes[group])])
+        begin = int(index.tensor_starts[longest])
+        end = begin + int(index.tensor_nbytes[longest])
+        first: dict[tuple[int, int], int] = {}
+        for tensor in group.tolist():
+            extent = (int(index.tensor_starts[tensor]), int(index.tensor_nbytes[tensor]))
+            if extent in first:
+                same[tensor] = first[extent]
+                same.setdefault(first[extent], tensor)
+            else:
+                first[extent] = tensor
+            # Overlapping constants of a raw payload need not contain each other.
+            if begin <= extent[0] and extent[0] + extent[1] <= end and extent[1] < end - begin:
+                inside[tensor] = longest
+    return inside, same
+
+
+def _parts(pack: Pack) -> Iterator[Part]:
+    contents = pack.contents
+    index = contents.index
+    yield Part("header", HEADER_NBYTES)
+    if pack.kind == "pack":
+        head = pack.head
+        index_end = head.index_file_offset + head.index_nbytes
+        # The graph with the few zeros that align the index: a flatbuffer does not say where it ends.
+        yield Part("graph", head.index_file_offset - HEADER_NBYTES)
+        yield Part("index", head.index_nbytes)
+        yield Part("head padding", head.region_file_offset - head.locator_nbytes - index_end)
+        yield Part("locator", head.locator_nbytes)
+    else:
+        yield Part("graph", contents.region_file_offset - HEADER_NBYTES)
+    stored = int(index.buffer_nbytes.sum())
+    yield Part("tensors", stored)
+    yield Part("region padding", contents.region_nbytes - stored)
+    if pack.kind == "pack":
+        yield Part("checksums", index.checksums_nbytes)
+        yield Part("footer", pack.head.pack_nbytes - pack.head.footer_file_offset)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without anything that would drive a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _lines(description: Description, width: int | None) -> Iterator[str]:
+    rows = [
+        (
+            printable(row.name),
+            printable(row.dtype),
+            f"[{', '.join(map(str, row.shape))}]",
+            str(row.nbytes),
+            str(row.file_offset),
+            row.flags,
+        )
+        for row in description.rows
+    ]
+    yield from _table(
+        ("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width
+    )
+    yield ""
+    total = description.nbytes
+    parts = [
+        (
+            part.name,
+            str(part.nbytes),
+            human_nbytes(part.nbytes),
+            f"{100 * part.nbytes / total:.2f} %",
+        )
+        for part in description.parts
+    ]
+    parts.append(("file", str(total), human_nbytes(total), ""))
+    yield from _table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
+    yield ""
+    shared = description.tensors_nbytes - next(
+        p.nbytes for p in description.parts if p.name == "tensors"
+    )
+    saved = f", {human_nbytes(shared)} of them shared" if shared > 0 else ""
+    count = len(description.rows)
+    yield (
+        f"{count} {'tensor' if count == 1 else 'tensors'}, {description.tensors_nbytes} bytes "
+        f"({human_nbytes(description.tensors_nbytes)}){saved}"
+    )
+    if description.alignment is not None and description.block_nbytes is not None:
+        small, large = description.alignment
+        yield f"aligned to {small} bytes, large ones to {large}; checksums of {human_nbytes(description.block_nbytes)}"
+    for key, value in description.metadata.items():
+        yield f"metadata {printable(key)} = {printable(value)}"
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None
+) -> Iterator[str]:
+    """Columns side by side, ``right`` ones flush right; the first gives way when ``width`` is too small."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    if width is not None:
+        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[0] = max(min(widths[0], width - rest), len(head[0]), 12)
+    for row in (head, *rows):
+        cells = [_fit(cell, size) for cell, size in zip(row, widths)]
+        yield "  ".join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(cells, widths))
+        ).rstrip()
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,188 @@
+"""Lending out the memory of an open pack, and knowing who still holds some of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import FormatError, MappingInUse, StateError
+from stream_pack.index import NO_BUFFER, Index
+from stream_pack.reader.blocks import BlockCheck
+from stream_pack.reader.mapping import Mapping
+from stream_pack.reader.opening import naming
+from stream_pack.reader.tensors import Storages
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Contents", "Lender"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """What an open file holds: an index, and the region it speaks of.
+
+    ``faults`` says of a tensor why its bytes are not the tensor that its dtype and shape promise; no pack has any.
+
+    Units: bytes; ``region_file_offset`` counts from the pack's first byte.
+    """
+
+    index: Index
+    region_file_offset: int
+    region_nbytes: int
+    nbytes: int
+    faults: dict[int, str]
+
+
+class Lender:
+    """The memory of one open pack.
+
+    Lifetime: what is lent keeps the memory by itself.  :meth:`release` only forgets; :meth:`close` unmaps, or refuses.
+    """
+
+    def __init__(self, mapping: Mapping, contents: Contents, check: BlockCheck | None) -> None:
+        self.path = mapping.file.path
+        self._state: tuple[Mapping, Contents] | None = (mapping, contents)
+        self._check = check
+        self._storages = Storages()
+        # Arrays that were lent, by id, which is theirs alone while they live, and the tensors they were lent for: one
+        # number, or a set of several.  As few objects as can be: there may be a hundred thousand entries.
+        lent: dict[int, weakref.KeyedRef[int, NDArray[np.uint8]]] = {}
+        users: dict[int, int | set[int]] = {}
+
+        def forget(ref: weakref.KeyedRef[int, NDArray[np.uint8]]) -> None:
+            lent.pop(ref.key, None)
+            users.pop(ref.key, None)
+
+        self._lent, self._users, self._forget = lent, users, forget
+        # The array that each torch storage is over, by buffer.
+        self._storage_arrays: dict[int, int] = {}
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` or :meth:`release` was called."""
+        return self._state is None
+
+    @property
+    def mapping(self) -> Mapping:
+        """The memory.  Raises: StateError once closed."""
+        return self._open()[0]
+
+    @property
+    def contents(self) -> Contents:
+        """What is in it.  Raises: StateError once closed."""
+        return self._open()[1]
+
+    def _open(self) -> tuple[Mapping, Contents]:
+        if self._state is None:
+            raise StateError(f"{self.path} is closed: open it again")
+        return self._state
+
+    def array(self, tensor: int, start: int, nbytes: int, *, writable: bool) -> NDArray[np.uint8]:
+        """Bytes ``[start, start + nbytes)`` of a tensor, in place; read-only, or copy-on-write.
+
+        Raises: StateError, ChecksumError.
+        """
+        mapping, contents = self._open()
+        if nbytes == 0:
+            empty = np.empty(0, np.uint8)
+            empty.flags.writeable = writable
+            return empty
+        self._prove(tensor, start, nbytes)
+        file_offset = contents.region_file_offset + contents.index.offset(tensor) + start
+        array = (mapping.writable_array if writable else mapping.array)(file_offset, nbytes)
+        self._track(array, tensor)
+        return array
+
+    def range(self, file_offset: int, nbytes: int, tensors: Iterable[int]) -> NDArray[np.uint8]:
+        """Bytes of the pack, whatever they are, in place and read-only; no checksum is looked at.
+
+        ``tensors``: whose bytes :meth:`close` shall say these are.  Raises: StateError, TruncatedError.
+        """
+        mapping, _ = self._open()
+        mapping.file.check_available()
+        array = mapping.array(file_offset, nbytes)
+        self._track(array, set(tensors))
+        return array
+
+    def storage(self, tensor: int, start: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
+        """The storage of a tensor's buffer, copy-on-write, and where in it byte ``start`` of the tensor stands.
+
+        Only ``nbytes`` bytes from there on are proved, and at least one is asked for.  Raises: StateError,
+        ChecksumError.
+        """
+        mapping, contents = self._open()
+        self._prove(tensor, start, nbytes)
+        index = contents.index
+        buffer = int(index.tensor_buffers[tensor])
+        file_offset = contents.region_file_offset + int(index.buffer_offsets[buffer])
+
+        def make() -> NDArray[np.uint8]:
+            array = mapping.writable_array(file_offset, int(index.buffer_nbytes[buffer]))
+            self._track(array, tensor)
+            self._storage_arrays[buffer] = id(array)
+            return array
+
+        storage = self._storages.of(buffer, make)
+        key = self._storage_arrays[buffer]
+        users = self._users[key]
+        if isinstance(users, set):
+            users.add(tensor)
+        elif users != tensor:
+            self._users[key] = {users, tensor}
+        return storage, int(index.tensor_starts[tensor]) + start
+
+    def fault(self, tensor: int, name: str) -> None:
+        """Raises: FormatError when the tensor's bytes are not what its dtype and shape promise."""
+        fault = self.contents.faults.get(tensor)
+        if fault is not None:
+            raise FormatError(
+                f"{self.path}: tensor {name!r} {fault}; .raw() gives its bytes as they are"
+            )
+
+    def _prove(self, tensor: int, start: int, nbytes: int) -> None:
+        mapping, contents = self._open()
+        buffer = int(contents.index.tensor_buffers[tensor])
+        if self._check is not None and buffer != NO_BUFFER:
+            begin = int(contents.index.tensor_starts[tensor]) + start
+            with naming(mapping.file):
+                self._check.check(mapping, buffer, begin, begin + nbytes)
+
+    def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
+        key = id(array)
+        self._users[key] = users
+        self._lent[key] = weakref.KeyedRef(array, self._forget, key)
+
+    def close(self) -> None:
+        """Unmap now.  Nothing happens when already closed.
+
+        Raises: MappingInUse, and closes nothing, when something that was lent lives.
+        """
+        if self._state is None:
+            return
+        mapping, contents = self._state
+        held = [self._users[key] for key, ref in list(self._lent.items()) if ref() is not None]
+        if held:
+            tensors = set().union(*(users if isinstance(users, set) else {users} for users in held))
+            names = tuple(contents.index.name(tensor) for tensor in sorted(tensors))
+            shown = ", ".join(map(repr, names[:5])) + (
+                f" and {len(names) - 5} more" if len(names) > 5 else ""
+            )
+            raise MappingInUse(
+                f"{self.path} cannot be closed while arrays or tensors of it live: {shown}; drop them first, or leave "
+                "the with block without close(): then the memory goes with the last of them",
+                tensors=names,
+            )
+        mapping.close()
+        self._state = self._check = None
+
+    def release(self) -> None:
+        """Lend no more; the memory goes with the last of what was lent."""
+        if self._state is not None:
+            self._state[0].release()
+            self._state = self._check = None

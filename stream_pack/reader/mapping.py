@@ -1,0 +1,196 @@
+"""Files as memory: a range of a file mapped read-only and shared, and on demand private and copy-on-write.
+
+:class:`FileRange` is an open file from some byte on; :class:`Mapping` is its memory.  Arrays that a mapping hands out
+keep the memory alive by themselves.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import platform
+import stat
+import sys
+import threading
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import MappingInUse, TruncatedError
+
+__all__ = ["FileRange", "Mapping", "map_shared"]
+
+
+class FileRange:
+    """The bytes of a regular file from ``offset`` on, open for reading.
+
+    ``name`` is the path as it was given, ``path`` the absolute one.  ``available`` is how many bytes there were when
+    it was opened: up to the file's end, or the ``nbytes`` asked for, whichever is less.  ``identity`` tells one state
+    of one file from another.
+
+    Units: bytes; ``offset`` counts from the file's first byte.
+    Raises: OSError, also for anything that is no regular file, because only those can be mapped.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
+        self.name = os.fsdecode(path)
+        self.path = os.path.abspath(self.name)
+        self.offset = offset
+        # Not blocking: opening a FIFO would wait for its writer.
+        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        status = os.fstat(self.fd)  # of what was opened, whatever stands at the path by now
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(
+                errno.EINVAL, "not a regular file, and nothing else can be mapped", self.path
+            )
+        self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        room = max(0, status.st_size - offset)
+        self.available = room if nbytes is None else min(nbytes, room)
+
+    def read(self, file_offset: int, nbytes: int) -> bytes:
+        """Bytes ``[file_offset, file_offset + nbytes)`` of the range, fewer where it ends; a copy."""
+        parts = []
+        nbytes = min(nbytes, self.available - file_offset)
+        while nbytes > 0:
+            part = os.pread(self.fd, nbytes, self.offset + file_offset)
+            if not part:
+                break
+            parts.append(part)
+            file_offset += len(part)
+            nbytes -= len(part)
+        return b"".join(parts)
+
+    def check_available(self) -> None:
+        """Prove that nobody made the file shorter: touching a mapped page behind its end is a bus error.
+
+        Raises: TruncatedError.
+        """
+        end = self.offset + self.available
+        actual = os.fstat(self.fd).st_size
+        if actual < end:
+            raise TruncatedError(
+                f"{self.path} was made shorter while it was open: expected {end} bytes, found {actual}; replace a pack "
+                "by renaming a new one over it, never in place",
+                expected_nbytes=end,
+                actual_nbytes=actual,
+            )
+
+    def close(self) -> None:
+        """Close the descriptor; mappings stay."""
+        self._close()
+
+
+def map_shared(file: FileRange, nbytes: int) -> NDArray[np.uint8]:
+    """The first ``nbytes`` (at least one) of a file range, read-only and shared; the array keeps the mapping."""
+    return _array(*_map(file, 0, nbytes, private=False), nbytes)
+
+
+class Mapping:
+    """The first ``nbytes`` of a file range as memory.
+
+    Two maps of the same pages: a shared one that nobody can write to, and, made when it is first asked for, a private
+    one where a page that is written to becomes a copy that the file never sees.
+
+    Units: bytes; file offsets count from the range's first byte.
+    Copies: none.
+    Lifetime: every array handed out keeps its map open; :meth:`release` leaves them be, :meth:`close` refuses while
+    there are any.
+    """
+
+    def __init__(self, file: FileRange, nbytes: int) -> None:
+        self.file = file
+        self.nbytes = nbytes
+        self._shared: tuple[mmap.mmap, int] | None = _map(file, 0, nbytes, private=False)
+        self._private: tuple[mmap.mmap, int] | None = None
+        self._private_refused = False
+        self._lock = threading.Lock()
+
+    def array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """At least one byte at ``file_offset``, read-only."""
+        assert self._shared is not None
+        mapped, delta = self._shared
+        return _array(mapped, delta + file_offset, nbytes)
+
+    def writable_array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """At least one byte at ``file_offset``, copy-on-write."""
+        with self._lock:
+            if self._private is None and not self._private_refused:
+                try:
+                    self._private = _map(self.file, 0, self.nbytes, private=True)
+                except OSError as error:
+                    if error.errno != errno.ENOMEM:
+                        raise
+                    self._private_refused = True
+            if self._private is not None:
+                mapped, delta = self._private
+                return _array(mapped, delta + file_offset, nbytes)
+        # The system promises no private copy of so much: then of just what is needed.
+        return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
+
+    def release(self) -> None:
+        """Let go of the maps: each goes at once, or with the last array of it."""
+        self._shared = self._private = None
+        self.file.close()
+
+    def close(self) -> None:
+        """Unmap now.
+
+        Raises: MappingInUse, and closes nothing of the map in use, when arrays of it live.
+        """
+        try:
+            if self._private is not None:
+                self._private[0].close()
+                self._private = None
+            if self._shared is not None:
+                self._shared[0].close()
+        except BufferError:
+            raise MappingInUse(
+                f"{self.file.path} is still in use: an array of its memory lives", tensors=()
+            ) from None
+        self.release()
+
+
+def _array(mapped: mmap.mmap, begin: int, nbytes: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mapped, np.uint8, count=nbytes, offset=begin)
+
+
+def _map(file: FileRange, file_offset: int, nbytes: int, *, private: bool) -> tuple[mmap.mmap, int]:
+    """A map that contains ``[file_offset, file_offset + nbytes)`` of the range, and where in the map that begins."""
+    begin = file.offset + file_offset
+    # Maps begin at pages of the machine that reads, which a pack inside another file need not do.
+    delta = begin % mmap.ALLOCATIONGRANULARITY
+    flags = mmap.MAP_PRIVATE | _map_noreserve() if private else mmap.MAP_SHARED
+    prot = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
+    if sys.version_info >= (3, 13):
+        # A map needs no descriptor of its own, and there may be a map for every buffer.
+        mapped = mmap.mmap(
+            file.fd, delta + nbytes, flags, prot, offset=begin - delta, trackfd=False
+        )
+    else:
+        mapped = mmap.mmap(file.fd, delta + nbytes, flags, prot, offset=begin - delta)
+    return mapped, delta
+
+
+def _map_noreserve() -> int:
+    """MAP_NORESERVE, which the mmap module knows from Python 3.13 on.
+
+    Without it Linux wants memory or swap for every page that might be written to: a file larger than both is refused.
+    """
+    known: int | None = getattr(mmap, "MAP_NORESERVE", None)
+    if known is not None:
+        return known
+    if sys.platform == "darwin":
+        return 0x40
+    if sys.platform != "linux":
+        return 0
+    # Source: Linux, arch/*/include/uapi/asm/mman.h; all but these have asm-generic's value.
+    machine = platform.machine()
+    for prefix, value in (("mips", 0x400), ("sparc", 0x40), ("ppc", 0x40), ("alpha", 0x10000)):
+        if machine.startswith(prefix):
+            return value
+    return 0x4000

@@ -1,0 +1,306 @@
+"""The door: :func:`open` gives a :class:`Pack`, a mapping of names to tensors that stand in the file.
+
+Opening proves the head and every bound in it, and reads no byte of a tensor (docs/FORMAT.md, "What a reader must do").
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
+from stream_pack.head import Head
+from stream_pack.reader.blocks import BlockCheck
+from stream_pack.reader.lending import Contents, Lender
+from stream_pack.reader.mapping import FileRange
+from stream_pack.reader.mapping import Mapping as FileMapping
+from stream_pack.reader.opening import check_footer, check_length, naming, read_head
+from stream_pack.reader.payload import read_payload
+from stream_pack.reader.tensors import materialize
+from stream_pack.reader.verify import Progress, VerifyReport, verify_mapped
+from stream_pack.reader.views import TensorSlice, View, view_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Kind", "Pack", "Verify", "open"]
+
+Verify = Literal["never", "lazy", "full"]
+Kind = Literal["pack", "mps"]
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    offset: int = 0,
+    nbytes: int | None = None,
+    verify: Verify = "never",
+    kind: Kind = "pack",
+) -> Pack:
+    """Map a pack.
+
+    ``offset`` and ``nbytes`` say where it stands inside another file; without ``nbytes`` its own length counts.
+    Bytes that follow it are an error only where neither is given.
+
+    ``verify``: ``"never"`` proves the head and every bound; ``"lazy"`` proves also the root checksum now and each
+    block before a byte of it is handed out; ``"full"`` proves everything now.
+
+    ``kind="mps"`` opens a raw delegate payload of ExecuTorch, whose tensors are named by their ids.  Nothing in it
+    can be verified.
+
+    Units: bytes; ``offset`` counts from the file's first byte.
+    Copies: none.
+    Raises: OSError; NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, TrailingBytesError, FormatError,
+    ChecksumError.
+    """
+    if offset < 0 or (nbytes is not None and nbytes < 0):
+        raise ValueError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
+    if verify not in ("never", "lazy", "full"):
+        raise ValueError(f"verify={verify!r}: expected 'never', 'lazy' or 'full'")
+    if kind not in ("pack", "mps"):
+        raise ValueError(f"kind={kind!r}: expected 'pack' or 'mps'")
+    file = FileRange(path, offset=offset, nbytes=nbytes)
+    try:
+        with naming(file):
+            return _open(file, _Origin(file.path, offset, nbytes, verify, kind, file.identity))
+    except BaseException:
+        file.close()
+        raise
+
+
+def _open(file: FileRange, origin: _Origin) -> Pack:
+    head = None
+    if origin.kind == "mps":
+        if origin.verify != "never":
+            raise RawPayloadError(
+                "a raw payload has no checksums: there is nothing to verify it against"
+            )
+        contents = read_payload(file)
+    else:
+        head = read_head(file)
+        check_length(file, head, contained=origin.offset != 0 or origin.nbytes is not None)
+        check_footer(file, head)
+        contents = Contents(
+            head.index, head.region_file_offset, head.region_nbytes, head.pack_nbytes, {}
+        )
+    mapping = FileMapping(file, contents.nbytes)
+    check = BlockCheck(mapping, head) if head is not None and origin.verify == "lazy" else None
+    pack = Pack(Lender(mapping, contents, check), head, origin)
+    if origin.verify == "full":
+        pack.verify().raise_if_damaged()
+    return pack
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a pack was opened from, so that another process can open it again."""
+
+    path: str
+    offset: int
+    nbytes: int | None
+    verify: Verify
+    kind: Kind
+    identity: tuple[int, ...]
+
+
+def _reopen(origin: _Origin) -> Pack:
+    pack = open(
+        origin.path,
+        offset=origin.offset,
+        nbytes=origin.nbytes,
+        verify=origin.verify,
+        kind=origin.kind,
+    )
+    if pack._origin.identity != origin.identity:
+        raise StateError(
+            f"{origin.path} was changed or replaced since it was opened: open it again"
+        )
+    return pack
+
+
+class _Values(ValuesView[View]):
+    _mapping: Pack
+
+    def __iter__(self) -> Iterator[View]:
+        return self._mapping._views()
+
+
+class _Items(ItemsView[str, View]):
+    _mapping: Pack
+
+    def __iter__(self) -> Iterator[tuple[str, View]]:
+        return ((view.name, view) for view in self._mapping._views())
+
+
+class Pack(Mapping[str, View]):
+    """An open pack: names to :class:`View`, in the order in which the tensors stand in the file.
+
+    Made by :func:`open`.  Pickling keeps the path, and unpickling opens the same file again.
+
+    Lifetime: what its views hand out keeps the memory by itself.  Leaving a ``with`` block never raises for that;
+    :meth:`close` does, because it unmaps now.
+    Raises (everything but :meth:`close`): StateError once closed.
+    """
+
+    def __init__(self, lender: Lender, head: Head | None, origin: _Origin) -> None:
+        self._lender = lender
+        self._head = head
+        self._origin = origin
+
+    def __repr__(self) -> str:
+        state = "closed" if self._lender.closed else f"{len(self)} tensors"
+        return f"<Pack {self.path!r}, {state}>"
+
+    def __reduce__(self) -> tuple[Callable[[_Origin], Pack], tuple[_Origin]]:
+        return _reopen, (self._origin,)
+
+    @property
+    def path(self) -> str:
+        """The file, as an absolute path."""
+        return self._origin.path
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the pack begins, in bytes: what its file offsets count from."""
+        return self._origin.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the pack in bytes."""
+        return self._lender.contents.nbytes
+
+    @property
+    def kind(self) -> Kind:
+        """``"pack"``, or ``"mps"`` for a raw payload."""
+        return self._origin.kind
+
+    @property
+    def head(self) -> Head:
+        """The validated head.  Raises: RawPayloadError for a raw payload, which has none."""
+        self._lender.contents  # noqa: B018 - raises when closed
+        if self._head is None:
+            raise RawPayloadError(
+                f"{self.path}: a raw payload has no index of its own and no checksums"
+            )
+        return self._head
+
+    @property
+    def contents(self) -> Contents:
+        """Index and region, also of a raw payload."""
+        return self._lender.contents
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The text that its writer attached to the pack; a copy."""
+        return self._lender.contents.index.notes()
+
+    def notes(self, name: str) -> dict[str, str]:
+        """The text that belongs to one tensor; a copy.  Raises: UnknownTensorError."""
+        return self._lender.contents.index.notes(self._find(name))
+
+    def _find(self, name: object) -> int:
+        index = self._lender.contents.index
+        tensor = index.find(name) if isinstance(name, str) else None
+        if tensor is None:
+            raise UnknownTensorError(
+                f"{self.path} has no tensor {name!r}; iterate over the pack for the names of its {len(index)} tensors",
+                tensor=name,
+            )
+        return tensor
+
+    def __getitem__(self, name: str) -> View:
+        """Raises: UnknownTensorError, which is a KeyError."""
+        return view_of(self._lender, self._find(name), name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._lender.contents.index.find(name) is not None
+
+    def __len__(self) -> int:
+        return len(self._lender.contents.index)
+
+    def __iter__(self) -> Iterator[str]:
+        index = self._lender.contents.index
+        return map(index.name, range(len(index)))
+
+    def _views(self) -> Iterator[View]:
+        # By number: finding each by its name would take a search each.
+        return (view_of(self._lender, tensor, name) for tensor, name in enumerate(self))
+
+    def values(self) -> ValuesView[View]:
+        """All tensors, in the order of the file."""
+        return _Values(self)
+
+    def items(self) -> ItemsView[str, View]:
+        """All names with their tensors, in the order of the file."""
+        return _Items(self)
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """A tensor to be sliced: ``pack.get_slice("wq")[0:128]`` touches (and proves) only those rows.
+
+        Raises: UnknownTensorError.
+        """
+        return TensorSlice(self[name])
+
+    def memory(self, file_offset: int, nbytes: int, *, tensors: Iterable[int]) -> NDArray[np.uint8]:
+        """Bytes of the pack where they are mapped, read-only and shared: for who needs an address, as Metal does.
+
+        ``tensors``: numbers (in the pack's order) of those that :meth:`close` names while the array lives.  Nothing is
+        verified, whatever the pack was opened with.
+
+        Units: bytes; ``file_offset`` counts from the pack's first byte.
+        Copies: none.
+        Lifetime: the array keeps the memory by itself.
+        Raises: ValueError for a range that is empty or not inside the pack; TruncatedError when the file was made
+        shorter meanwhile.
+        """
+        if file_offset < 0 or nbytes < 1 or file_offset + nbytes > self.nbytes:
+            raise ValueError(
+                f"bytes {file_offset} to {file_offset + nbytes} are not inside the pack's {self.nbytes}"
+            )
+        return self._lender.range(file_offset, nbytes, tensors)
+
+    def materialize(self) -> dict[str, torch.Tensor]:
+        """Copies of all tensors in memory of their own; the file may change or go.  What is shared stays shared.
+
+        Copies: each buffer once.
+        """
+        return materialize({name: view.torch() for name, view in self.items()})
+
+    def verify(self, *, jobs: int | None = None, progress: Progress | None = None) -> VerifyReport:
+        """Recompute every checksum and prove everything else that opening does not; all damage is in the report.
+
+        ``jobs``: threads, by default as many as there are cores.  ``progress(done, total)`` is called in bytes of
+        tensor data.
+        Raises: RawPayloadError for a raw payload, which has nothing to verify it against.
+        """
+        return verify_mapped(self._lender.mapping, self.head, jobs=jobs, progress=progress)
+
+    def close(self) -> None:
+        """Unmap the file.  Nothing happens when already closed.
+
+        Raises: MappingInUse, which names the tensors, and closes nothing, while arrays or tensors of it live.
+        """
+        head, self._head = self._head, None
+        try:
+            self._lender.close()
+        except StateError:
+            self._head = head
+            raise
+
+    def __enter__(self) -> Pack:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._head = None
+        self._lender.release()

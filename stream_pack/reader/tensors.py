@@ -1,0 +1,104 @@
+"""torch tensors over mapped memory: one storage a buffer, shared by everything that uses it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.dtypes import BY_NAME, DTYPES
+
+if TYPE_CHECKING:
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Storages", "empty_tensor", "materialize", "tensor_of", "torch_form"]
+
+
+class Storages:
+    """The torch storages that live, by buffer.  Knows them weakly: they go with the last tensor that uses them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+        self._lock = threading.Lock()
+
+    def of(self, buffer: int, make: Callable[[], NDArray[np.uint8]]) -> torch.UntypedStorage:
+        """The storage of ``buffer``; without one that lives, a new one over the array that ``make`` returns."""
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        with self._lock:
+            known = self._known.get(buffer)
+            if known is not None:
+                # As torch.multiprocessing does it: None once the storage is gone.
+                storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+                    known.cdata
+                )
+                if storage is not None:
+                    return storage
+            storage = torch.frombuffer(make(), dtype=torch.uint8).untyped_storage()
+            self._known[buffer] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            return storage
+
+
+def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """torch's dtype and shape for a dtype and a shape of the index.
+
+    Raises: TypeError for a dtype that torch, or this version of it, does not have.
+    """
+    import torch
+
+    known = DTYPES[BY_NAME[dtype]] if dtype in BY_NAME else None
+    found = (
+        getattr(torch, known.torch, None) if known is not None and known.torch is not None else None
+    )
+    if known is None or not isinstance(found, torch.dtype):
+        raise TypeError(f"torch {torch.__version__} has no dtype {dtype}: use .raw() for the bytes")
+    if known.torch_pairs:
+        shape = (*shape[:-1], shape[-1] // 2)
+    return found, shape
+
+
+def tensor_of(
+    storage: torch.UntypedStorage,
+    start: int,
+    nbytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """A tensor over ``nbytes`` bytes from ``start`` on; a copy of them where that is misaligned."""
+    import torch
+
+    # By way of bytes: an empty tensor of some dtypes cannot be made without a warning.
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, start, (nbytes,), (1,))
+    if raw.data_ptr() % dtype.itemsize or start % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(shape)
+
+
+def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of 0 bytes."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
+
+
+def materialize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of ``tensors`` that share storages among each other as the originals do."""
+    copies: dict[int, torch.UntypedStorage] = {}
+    result = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in copies:
+            copies[key] = storage.clone()  # type: ignore[no-untyped-call]
+        start = int(tensor.storage_offset()) * tensor.itemsize
+        result[name] = (
+            tensor_of(copies[key], start, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
+            if tensor.numel()
+            else tensor
+        )
+    return result

@@ -1,0 +1,205 @@
+"""Views: tensors that stand in a mapped file, and leading slices of them.
+
+A :class:`View` is a description until one of its methods is called; then the bytes are handed out where they stand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.dtypes import BY_NAME, DTYPES
+from stream_pack.reader.lending import Lender
+from stream_pack.reader.tensors import empty_tensor, tensor_of, torch_form
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TensorSlice", "View", "safetensors_name", "view_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class View:
+    """A tensor of an open pack, or a leading slice of one.
+
+    ``dtype`` is the pack's name for it, ``shape`` counts elements of that dtype.
+
+    Units: bytes.  ``offset`` counts from the region's first byte, ``file_offset`` from the pack's (a pack inside
+    another file begins at that file's ``Pack.offset``); both are those of an empty range for a tensor of 0 bytes.
+    Copies: none, but for :meth:`materialize`.
+    Lifetime: arrays, tensors and memoryviews keep the memory by themselves, also beyond the pack's ``with`` block.
+    Raises (every method): StateError once the pack is closed; ChecksumError for damage, when opened with
+    ``verify="lazy"``; FormatError for a constant of a raw payload that is not what it claims.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+    file_offset: int
+    _lender: Lender
+    _tensor: int
+    _start: int = field(default=0)
+
+    def __repr__(self) -> str:
+        return f"<View {self.name!r} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
+
+    def raw(self) -> memoryview:
+        """The bytes, read-only: elements in row-major order, little-endian."""
+        return memoryview(
+            self._lender.array(self._tensor, self._start, self.nbytes, writable=False)
+        )
+
+    def numpy(self, *, writable: bool = False) -> NDArray[Any]:
+        """The array, read-only; or, ``writable``, of copy-on-write memory that the file never sees.
+
+        bfloat16 and float8 come as the types of the package ml_dtypes.
+        Raises: TypeError for a dtype that NumPy does not have, or not without ml_dtypes.
+        """
+        self._lender.fault(self._tensor, self.name)
+        dtype = _numpy_dtype(self.dtype)
+        array = self._lender.array(self._tensor, self._start, self.nbytes, writable=writable)
+        return array.view(dtype).reshape(self.shape)
+
+    def torch(self) -> Tensor:
+        """The tensor, on the CPU, of copy-on-write memory that the file never sees.
+
+        Every tensor that shares bytes with this one in the pack shares its torch storage too.  torch needs elements at
+        multiples of their size: what is not there (a constant of a raw payload, a pack at an odd offset of another
+        file) is copied.
+        Raises: TypeError for a dtype that torch does not have.
+        """
+        self._lender.fault(self._tensor, self.name)
+        dtype, shape = torch_form(self.dtype, self.shape)
+        if self.nbytes == 0:
+            self._lender.contents  # noqa: B018 - raises when closed
+            return empty_tensor(dtype, shape)
+        storage, start = self._lender.storage(self._tensor, self._start, self.nbytes)
+        return tensor_of(storage, start, self.nbytes, dtype, shape)
+
+    def materialize(self) -> Tensor:
+        """A copy of the tensor in memory of its own: the file may change or go."""
+        return self.torch().clone()
+
+
+def view_of(lender: Lender, tensor: int, name: str) -> View:
+    """The view of a whole tensor.  Raises: StateError once the pack is closed."""
+    contents = lender.contents
+    index = contents.index
+    offset = index.offset(tensor)
+    return View(
+        name=name,
+        dtype=index.dtype_name(tensor),
+        shape=index.shape(tensor),
+        nbytes=int(index.tensor_nbytes[tensor]),
+        offset=offset,
+        file_offset=contents.region_file_offset + offset,
+        _lender=lender,
+        _tensor=tensor,
+    )
+
+
+class TensorSlice:
+    """A tensor that is about to be sliced: ``pack.get_slice("wq")[0:128]`` is a :class:`View` of the first 128 rows.
+
+    Only what is contiguous can be sliced in place: numbers first, then one range, then whole dims.
+    """
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def __repr__(self) -> str:
+        return f"<TensorSlice of {self._view!r}>"
+
+    def get_shape(self) -> list[int]:
+        """The tensor's dims, outermost first."""
+        return list(self._view.shape)
+
+    def get_dtype(self) -> str:
+        """The tensor's dtype as safetensors calls it (``"F32"``); where it has no name for it, as the pack does."""
+        return safetensors_name(self._view.dtype)
+
+    def __getitem__(self, key: object) -> View:
+        """The view of a part.
+
+        Raises: IndexError for a part that is not there or not contiguous; slice ``.numpy()`` or ``.torch()`` then.
+        """
+        view = self._view
+        view._lender.fault(view._tensor, view.name)
+        first, shape = _contiguous(view.name, view.shape, key)
+        index = view._lender.contents.index
+        bits = int(index.dtype_bits[index.tensor_dtypes[view._tensor]])
+        count = math.prod(shape)
+        if first * bits % 8 or count * bits % 8:
+            raise IndexError(
+                f"tensor {view.name!r}: elements {first} to {first + count} of {bits} bits do not stand at whole bytes"
+            )
+        begin, nbytes = first * bits // 8, count * bits // 8
+        return replace(
+            view,
+            shape=shape,
+            nbytes=nbytes,
+            offset=view.offset + begin,
+            file_offset=view.file_offset + begin,
+            _start=view._start + begin,
+        )
+
+
+def safetensors_name(dtype: str) -> str:
+    """What safetensors calls a dtype of the index; where it has no name for it, the index's."""
+    known = DTYPES[BY_NAME[dtype]].safetensors if dtype in BY_NAME else None
+    return known or dtype
+
+
+def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tuple[int, ...]]:
+    """The first element and the shape of ``tensor[key]``."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    if keys.count(Ellipsis) == 1:
+        at = keys.index(Ellipsis)
+        keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
+    if len(keys) > len(shape):
+        raise IndexError(f"tensor {name!r} has {len(shape)} dims, not {len(keys)}")
+    first = 0
+    kept: list[int] = []
+    for axis, dim in enumerate(shape):
+        part = keys[axis] if axis < len(keys) else slice(None)
+        if isinstance(part, slice):
+            begin, end, step = part.indices(dim)
+            length = max(0, end - begin)
+            whole = step == 1 and length == dim
+            dims = [length]
+        elif isinstance(part, int) and not isinstance(part, bool):
+            if not -dim <= part < dim:
+                raise IndexError(f"tensor {name!r}: {part} is outside dim {axis} of {dim}")
+            begin, step, whole, dims = part % dim, 1, dim == 1, []
+        else:
+            raise IndexError(f"tensor {name!r}: expected numbers and ranges, got {part!r}")
+        if step != 1 or (not whole and math.prod(kept) != 1):
+            raise IndexError(
+                f"tensor {name!r}: that part is not contiguous; slice its .numpy() or .torch() instead"
+            )
+        first = first * dim + begin
+        kept += dims
+    return first if math.prod(kept) else 0, tuple(kept)
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    known = DTYPES[BY_NAME[name]] if name in BY_NAME else None
+    if known is not None and known.numpy is not None:
+        return np.dtype(known.numpy)
+    if known is None or known.ml_dtypes is None:
+        also = " or .torch()" if known is not None and known.torch is not None else ""
+        raise TypeError(f"NumPy has no dtype {name}: use .raw(){also}")
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise TypeError(
+            f"NumPy has no dtype {name}: install ml_dtypes, or use .raw() or .torch()"
+        ) from None
+    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known.ml_dtypes))
+    return dtype

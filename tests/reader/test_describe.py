@@ -1,0 +1,151 @@
+"""A description names every tensor, and accounts for every byte of the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_pack
+from stream_pack.reader.describe import Description, describe
+from tests.support.packs import pack_bytes, places, tensors
+
+
+def described(path: Path) -> Description:
+    with stream_pack.open(path) as pack:
+        return describe(pack)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pack"
+
+
+def test_the_parts_are_where_the_format_says_and_fill_the_file(path: Path) -> None:
+    # ET#7088, ET#17755, netron#1175
+    data = pack_bytes(path)
+    at = places(data)
+    parts = {part.name: part.nbytes for part in described(path).parts}
+    assert parts == {
+        "header": 24,
+        "graph": at.index - 24,
+        "index": at.index_end - at.index,
+        "head padding": at.locator - at.index_end,
+        "locator": 48,
+        "tensors": 96 * 32 * 4 + 14 + 8 + 3,
+        "region padding": at.region_end - at.region - (96 * 32 * 4 + 14 + 8 + 3),
+        "checksums": 8 * 6,
+        "footer": 24,
+    }
+    assert sum(parts.values()) == len(data)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20_000), max_size=12),
+    shared=st.booleans(),
+)
+def test_the_parts_fill_any_file_exactly(
+    lengths: list[int], shared: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("describe") / "pack"
+    content = {
+        str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(lengths)
+    }
+    if shared:
+        content.update({f"again {name}": tensor for name, tensor in content.items()})
+    pack_bytes(path, content)
+    description = described(path)
+    assert (
+        sum(part.nbytes for part in description.parts) == description.nbytes == path.stat().st_size
+    )
+    assert description.tensors_nbytes == sum(lengths) * (2 if shared else 1)
+
+
+def test_rows_say_what_shares_bytes_and_what_can_be_a_metal_buffer(path: Path) -> None:
+    pack_bytes(path)
+    rows = {row.name: row for row in described(path).rows}
+    assert list(rows) == list(tensors())
+    assert rows["embed"].shared_with == "head"
+    assert rows["head"].shared_with == "embed"
+    assert rows["rows"].inside == "embed"
+    assert (rows["norm"].shared_with, rows["norm"].inside) == (None, None)
+    assert rows["embed"].page_aligned
+    assert not rows["norm"].page_aligned
+    assert rows["embed"].flags == "tied with head, page"
+    assert rows["rows"].flags == "in embed"
+    assert rows["none"].flags == ""
+    for name, tensor in tensors().items():
+        assert rows[name].shape == tuple(tensor.shape)
+        assert rows[name].nbytes == tensor.nbytes
+        assert f"torch.{rows[name].dtype}" == str(tensor.dtype)
+
+
+def test_the_json_holds_everything_and_is_plain(path: Path) -> None:
+    pack_bytes(path, metadata={"format": "pt"})
+    decoded = json.loads(json.dumps(described(path).to_json()))
+    assert decoded["tensors"] == 7
+    assert (
+        decoded["nbytes"] == path.stat().st_size == sum(part["nbytes"] for part in decoded["parts"])
+    )
+    assert decoded["metadata"] == {"format": "pt"}
+    assert decoded["rows"][0]["name"] == "embed"
+    assert decoded["rows"][0]["shape"] == [96, 32]
+    assert decoded["alignment"] == [256, 16384]
+    assert decoded["block_nbytes"] == 4096
+
+
+def test_the_table_is_aligned_and_exact(path: Path) -> None:
+    pack_bytes(path, metadata={"made by": "a\nb"})
+    lines = described(path).to_text().splitlines()
+    head, first, second = lines[:3]
+    assert head.split() == ["name", "dtype", "shape", "nbytes", "file", "offset"]
+    assert first.split() == [
+        "embed",
+        "float32",
+        "[96,",
+        "32]",
+        "12288",
+        "16384",
+        "tied",
+        "with",
+        "head,",
+        "page",
+    ]
+    assert first.index("12288") + 5 == head.index("nbytes") + 6 == second.index(" 14 ") + 3
+    assert f"{path.stat().st_size}" in "".join(line for line in lines if line.startswith("file "))
+    assert "metadata made by = a\\nb" in lines
+
+
+def test_control_characters_do_not_reach_the_terminal(path: Path) -> None:
+    pack_bytes(path, {"a\n\x1b[31mred\u202e": torch.zeros(1), "é": torch.zeros(1)})
+    text = described(path).to_text()
+    assert "a\\n\\x1b[31mred\\u202e" in text
+    assert "é" in text
+    assert "\x1b" not in text
+
+
+def test_names_are_cut_only_for_a_width(path: Path) -> None:
+    name = "layer." * 30
+    pack_bytes(path, {name: torch.zeros(2, 3)})
+    assert name in described(path).to_text()
+    for width in (80, 120):
+        (row,) = [
+            line
+            for line in described(path).to_text(width).splitlines()
+            if line.startswith("layer.")
+        ]
+        assert len(row) <= width
+        assert "…" in row
+        assert row.split()[1:5] == ["float32", "[2,", "3]", "24"]
+
+
+def test_an_empty_pack_has_a_description(path: Path) -> None:
+    pack_bytes(path, {})
+    description = described(path)
+    assert description.rows == ()
+    assert "0 tensors" in description.to_text()
+    assert sum(part.nbytes for part in description.parts) == path.stat().st_size

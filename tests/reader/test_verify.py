@@ -1,0 +1,379 @@
+"""verify finds all damage, wherever it is, and says whose bytes it hits; lazy verification stops it at the door."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+import stream_pack
+from stream_pack import (
+    ChecksumError,
+    FormatError,
+    NewerVersionError,
+    NotAPackError,
+    RawPayloadError,
+    TruncatedError,
+)
+from stream_pack.reader.verify import VerifyReport, verify
+from tests.support.packs import BLOCK_NBYTES, FOOTER, pack_bytes, places, reseal, tensors
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pack"
+
+
+@pytest.fixture
+def data(path: Path) -> bytes:
+    return pack_bytes(path)
+
+
+def found(path: Path, data: bytes, *flips: int) -> VerifyReport:
+    changed = bytearray(data)
+    for place in flips:
+        changed[place] ^= 0x10
+    path.write_bytes(changed)
+    return verify(path, jobs=2)
+
+
+def offset_of(path: Path, name: str) -> int:
+    with stream_pack.open(path) as pack:
+        return pack[name].file_offset
+
+
+def test_a_whole_pack_has_no_damage(path: Path, data: bytes) -> None:
+    report = verify(path)
+    assert report.ok
+    assert report.complete
+    assert report.damages == ()
+    assert report.tensors == 7
+    # embed (with head and rows in it), norm, step, flags: 12288, 14, 8 and 3 bytes in blocks of 4096
+    assert (report.blocks, report.nbytes) == (6, 12313)
+    report.raise_if_damaged()
+
+
+def test_every_flipped_byte_is_detected(path: Path) -> None:
+    # ST#220, PT#126952: header, metadata, padding, data, checksums, footer: all of it, one at a time
+    pack_bytes(path, {"a": torch.arange(8.0), "b": torch.tensor(3)}, metadata={"k": "v"})
+    size = path.stat().st_size
+    undetected = []
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        for place in range(size):
+            memory[place] ^= 1
+            try:
+                report = verify(path, jobs=1)
+            except (NotAPackError, NewerVersionError):
+                pass
+            else:
+                if report.ok:
+                    undetected.append(place)
+            memory[place] ^= 1
+    assert undetected == []
+    assert verify(path).ok
+
+
+def test_every_cut_is_damage_of_the_length(path: Path, data: bytes) -> None:
+    region = places(data).region
+    for nbytes in range(len(data) - 1, 7, -97):
+        os.truncate(path, nbytes)
+        report = verify(path)
+        (damage,) = report.damages
+        assert damage.part == "length"
+        assert damage.file_begin == nbytes
+        assert not report.complete
+        if nbytes >= region:
+            assert damage.file_end == len(data)
+            assert report.tensors == 7
+        with pytest.raises(TruncatedError):
+            report.raise_if_damaged()
+
+
+def test_bytes_that_follow_are_damage_and_the_rest_is_still_verified(
+    path: Path, data: bytes
+) -> None:
+    report = found(path, data + b"more", offset_of(path, "step"))
+    assert [damage.part for damage in report.damages] == ["block", "length"]
+    assert (report.damages[1].file_begin, report.damages[1].file_end) == (len(data), len(data) + 4)
+
+
+def test_damage_of_a_block_names_every_tensor_that_has_bytes_in_it(path: Path, data: bytes) -> None:
+    # Rows 32 to 63 are block 1 of the buffer, exactly.
+    place = offset_of(path, "rows") + 5
+    report = found(path, data, place)
+    (damage,) = report.damages
+    assert (damage.part, damage.tensors) == ("block", ("embed", "head", "rows"))
+    assert (damage.buffer, damage.block) == (0, 1)
+    assert (damage.file_begin, damage.file_end) == (place - 5, place - 5 + BLOCK_NBYTES)
+    changed = path.read_bytes()[damage.file_begin : damage.file_end]
+    original = data[damage.file_begin : damage.file_end]
+    with pytest.raises(ChecksumError, match="'embed'") as caught:
+        report.raise_if_damaged()
+    assert caught.value.actual == xxhash.xxh3_64_intdigest(changed)
+    assert caught.value.expected == xxhash.xxh3_64_intdigest(original)
+    assert caught.value.tensors == ("embed", "head", "rows")
+    assert found(path, data, place + BLOCK_NBYTES).damages[0].tensors == ("embed", "head")
+
+
+def test_all_damage_is_listed_in_the_order_of_the_file(path: Path, data: bytes) -> None:
+    at = places(data)
+    embed, flags = offset_of(path, "embed"), offset_of(path, "flags")
+    flips = (
+        embed,
+        embed + 2 * BLOCK_NBYTES,
+        flags + 1,
+        flags + 3,
+        at.region_end - 1,
+        at.region_end,
+        at.footer,
+    )
+    report = found(path, data, *flips)
+    assert [(damage.part, damage.tensors) for damage in report.damages] == [
+        ("block", ("embed", "head")),
+        ("block", ("embed", "head")),
+        ("block", ("flags",)),
+        ("padding", ()),
+        ("checksums", ()),
+    ]
+    padding = report.damages[3]
+    assert (padding.file_begin, padding.file_end) == (flags + 3, at.region_end)
+    begins = [damage.file_begin for damage in report.damages]
+    assert begins == sorted(begins)
+
+
+def test_a_changed_checksum_accuses_the_checksums_and_the_block(path: Path, data: bytes) -> None:
+    at = places(data)
+    report = found(path, data, at.region_end + 8)
+    assert [damage.part for damage in report.damages] == ["block", "checksums"]
+    assert report.damages[0].block == 1
+    assert (report.damages[1].file_begin, report.damages[1].file_end) == (at.region_end, len(data))
+
+
+def test_a_damaged_footer_does_not_hide_damaged_blocks(path: Path, data: bytes) -> None:
+    report = found(path, data, len(data) - 1, offset_of(path, "step"))
+    assert [damage.part for damage in report.damages] == ["block", "footer"]
+
+
+def test_a_damaged_head_hides_the_rest_and_says_so(path: Path, data: bytes) -> None:
+    report = found(path, data, data.index(b"embed"), offset_of(path, "step"))
+    assert [damage.part for damage in report.damages] == ["head"]
+    assert not report.complete
+    with pytest.raises(ChecksumError):
+        report.raise_if_damaged()
+
+
+def test_a_head_on_the_tail_of_another_pack_is_detected(path: Path, tmp_path: Path) -> None:
+    first = pack_bytes(path, {"w": torch.zeros(64)}, metadata={"n": "1"})
+    # The same layout, bytes and lengths: only the metadata differs.
+    second = pack_bytes(tmp_path / "second", {"w": torch.zeros(64)}, metadata={"n": "2"})
+    at = places(first)
+    assert at == places(second)
+    assert first[at.region : at.footer] == second[at.region : at.footer]
+    path.write_bytes(first[: at.region] + second[at.region :])
+    report = verify(path)
+    assert [damage.part for damage in report.damages] == ["checksums"]
+    with pytest.raises(ChecksumError, match="another pack"):
+        stream_pack.open(path, verify="lazy")
+
+
+def test_a_graph_that_contradicts_the_index_is_damage_though_all_checksums_agree(
+    path: Path, data: bytes
+) -> None:
+    # Every bit that matters of norm's value in the graph: dims [7], nbytes 14.
+    changed = bytearray(data)
+    graph_end = places(data).index
+    nbytes_field = data.index(struct.pack("<Q", 14), 24, graph_end)
+    changed[nbytes_field] = 15
+    path.write_bytes(reseal(changed))
+    (damage,) = verify(path).damages
+    assert (damage.part, damage.tensors) == ("graph", ("norm",))
+    # Its rank and dims.
+    changed = bytearray(data)
+    dims_field = data.index(struct.pack("<II", 1, 7), 24, graph_end)
+    changed[dims_field + 4] = 8
+    path.write_bytes(reseal(changed))
+    (damage,) = verify(path).damages
+    assert (damage.part, damage.tensors) == ("graph", ("norm",))
+    # No graph at all.
+    changed = bytearray(data)
+    changed[24:graph_end] = bytes(graph_end - 24)
+    path.write_bytes(reseal(changed))
+    assert [damage.part for damage in verify(path).damages] == ["graph"]
+
+
+def test_names_out_of_order_are_damage_though_all_checksums_agree(path: Path) -> None:
+    data = bytearray(
+        pack_bytes(path, {"b": torch.zeros(1), "a": torch.zeros(1), "c": torch.zeros(1)})
+    )
+    order = data.index(struct.pack("<III", 1, 0, 2))
+    data[order : order + 12] = struct.pack("<III", 0, 1, 2)
+    path.write_bytes(reseal(data))
+    stream_pack.open(path).close()
+    (damage,) = verify(path).damages
+    assert (damage.part, damage.tensors) == ("names", ("b", "a"))
+
+
+def test_a_name_twice_is_damage_though_all_checksums_agree(path: Path) -> None:
+    data = bytearray(pack_bytes(path, {"aa": torch.zeros(1), "ab": torch.zeros(1)}))
+    place = data.index(b"aaab")
+    data[place : place + 4] = b"aaaa"
+    path.write_bytes(reseal(data))
+    (damage,) = verify(path).damages
+    assert (damage.part, damage.tensors) == ("names", ("aa", "aa"))
+
+
+def test_notes_out_of_order_are_damage_though_all_checksums_agree(path: Path) -> None:
+    data = bytearray(pack_bytes(path, {}, metadata={"a": "1", "b": "2"}))
+    place = data.index(b"a1b2")
+    data[place : place + 4] = b"b1a2"
+    path.write_bytes(reseal(data))
+    (damage,) = verify(path).damages
+    assert damage.part == "notes"
+
+
+def test_padding_in_the_head_must_be_zero_though_all_checksums_agree(
+    path: Path, data: bytes
+) -> None:
+    at = places(data)
+    for place in (at.index_end, at.locator - 1):
+        changed = bytearray(data)
+        changed[place] = 1
+        path.write_bytes(reseal(changed))
+        (damage,) = verify(path).damages
+        assert (damage.part, damage.file_begin, damage.file_end) == ("padding", place, place + 1)
+
+
+def test_what_is_no_pack_is_an_error_and_not_damage(path: Path, data: bytes) -> None:
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(NotAPackError, match="GGUF"):
+        verify(path)
+    changed = bytearray(data)
+    changed[places(data).region - 1] ^= 1
+    changed[-1] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(RawPayloadError):
+        verify(path)
+    with pytest.raises(FileNotFoundError):
+        verify(path.parent / "nothing")
+
+
+def test_an_open_pack_verifies_itself_while_views_live(path: Path, data: bytes) -> None:
+    with stream_pack.open(path) as pack:
+        held = pack["embed"].torch()
+        held.zero_()  # not the file
+        assert pack.verify(jobs=2).ok
+    with pytest.raises(ChecksumError, match="'step'"):
+        place = offset_of(path, "step")
+        path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+        stream_pack.open(path, verify="full")
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 5])
+def test_progress_ends_at_all_bytes_whatever_the_number_of_threads(jobs: int, path: Path) -> None:
+    pack_bytes(path, {f"t{n}": torch.full((3000,), n) for n in range(300)})
+    seen: list[tuple[int, int]] = []
+    report = verify(path, jobs=jobs, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    assert report.blocks == 300 * 6
+    assert seen == sorted(seen)
+    assert seen[-1] == (300 * 24_000, 300 * 24_000)
+    assert len(seen) > 1
+
+
+def test_the_report_is_json(path: Path, data: bytes) -> None:
+    report = found(path, data, offset_of(path, "step"))
+    decoded = json.loads(json.dumps(report.to_json()))
+    assert decoded["ok"] is False
+    (damage,) = decoded["damages"]
+    assert damage["tensors"] == ["step"]
+    assert damage["message"] == report.damages[0].message
+    place = damage["file_begin"]
+    assert int(damage["expected"], 16) == xxhash.xxh3_64_intdigest(data[place : place + 8])
+
+
+# Lazy verification.
+
+
+def test_lazy_verification_refuses_the_damaged_tensor_and_no_other(path: Path, data: bytes) -> None:
+    # ST#220
+    place = offset_of(path, "norm")
+    path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+    with stream_pack.open(path, verify="lazy") as pack:
+        view = pack["norm"]
+        for touch in (
+            view.numpy,
+            view.torch,
+            view.raw,
+            view.materialize,
+            lambda: view.numpy(writable=True),
+        ):
+            with pytest.raises(ChecksumError, match="'norm'") as caught:
+                touch()
+            assert str(path) in str(caught.value)
+            assert (caught.value.part, caught.value.tensors) == ("block", ("norm",))
+        for name, tensor in tensors().items():
+            if name != "norm":
+                assert torch.equal(pack[name].torch(), tensor)
+
+
+def test_lazy_verification_of_a_slice_looks_at_its_blocks_only(path: Path, data: bytes) -> None:
+    place = offset_of(path, "embed") + 2 * BLOCK_NBYTES + 17  # row 64
+    path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
+    with stream_pack.open(path, verify="lazy") as pack:
+        expected = tensors()["embed"]
+        assert torch.equal(pack.get_slice("embed")[0:64].torch(), expected[0:64])
+        assert torch.equal(pack["rows"].torch(), expected[32:64])
+        for damaged in (slice(63, 65), slice(95, 96), slice(None)):
+            with pytest.raises(ChecksumError):
+                pack.get_slice("embed")[damaged].numpy()
+        # A tensor of the same buffer that is whole may be had though the buffer is not.
+        assert torch.equal(pack["rows"].torch(), expected[32:64])
+
+
+def test_lazy_verification_reads_each_block_once(path: Path, data: bytes) -> None:
+    with stream_pack.open(path, verify="lazy") as pack:
+        pack["embed"].numpy()
+        place = pack["embed"].file_offset
+        with path.open("r+b") as file:
+            file.seek(place)
+            file.write(b"\xff\xff\xff\xff")
+        assert np.isnan(pack["head"].numpy()[0, 0])
+
+
+def test_lazy_verification_trusts_no_checksum_that_the_footer_does_not_cover(
+    path: Path, data: bytes
+) -> None:
+    at = places(data)
+    place = offset_of(path, "step")
+    changed = bytearray(data)
+    changed[place] ^= 1
+    # The checksum of the changed block in place, but not the root's.
+    block = xxhash.xxh3_64_intdigest(bytes(changed[place : place + 8]))
+    struct.pack_into("<Q", changed, at.region_end + 8 * 4, block)
+    path.write_bytes(changed)
+    with pytest.raises(ChecksumError, match="checksums"):
+        stream_pack.open(path, verify="lazy")
+    with stream_pack.open(path) as pack:  # never: as asked for
+        assert int(pack["step"].numpy()) != 7
+    struct.pack_into("<Q", changed, len(data) - FOOTER.size, 0)
+    path.write_bytes(reseal(changed))
+    with stream_pack.open(path, verify="lazy") as pack:
+        pack["step"].numpy()
+
+
+def test_a_pack_that_lies_about_checksums_but_agrees_with_itself_is_a_format_error(
+    path: Path, data: bytes
+) -> None:
+    changed = bytearray(data)
+    changed[places(data).footer + 8] = 32  # nbytes of the footer's record
+    path.write_bytes(reseal(changed))
+    with pytest.raises(FormatError):
+        stream_pack.open(path)
+    assert [damage.part for damage in verify(path).damages] == ["footer"]
