@@ -1,0 +1,135 @@
+"""What each command does, given its arguments: a call of the library, and words about the outcome."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from stream_pack.cli.arguments import STANDARD, Arguments
+from stream_pack.cli.exits import DAMAGE, DONE, UsageError
+from stream_pack.cli.progress import progress_bar
+from stream_pack.cli.terminal import Standard, note, printable, say
+from stream_pack.errors import LimitError
+
+if TYPE_CHECKING:
+    from stream_pack.align import Alignment
+
+__all__ = ["convert", "inspect", "verify"]
+
+
+class _Choices(TypedDict):
+    """What :func:`stream_pack.convert` and :func:`stream_pack.forecast` are told alike."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    rename: tuple[str, ...]
+    dtype: tuple[str, ...]
+    order: Literal["source", "name"]
+    metadata: Mapping[str, str]
+    alignment: Alignment
+    block_nbytes: int
+    allow_blowup: bool
+    jobs: int | None
+    max_memory: int | None
+
+
+def convert(arguments: Arguments, standard: Standard) -> int:
+    """Write a pack, and say what came of it."""
+    source = standard.source() if arguments.source == STANDARD else arguments.source
+    target: str | int = arguments.target
+    if target == STANDARD and not arguments.dry_run:
+        target = standard.target()
+    if arguments.json and arguments.target != STANDARD:
+        standard.require_stdout()
+
+    from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
+    from stream_pack.checksum import BLOCK_NBYTES, check_block_nbytes
+    from stream_pack.writer import convert as library
+
+    small = _given(arguments.alignment, DEFAULT_ALIGNMENT.small)
+    large = _given(arguments.large_alignment, max(small, DEFAULT_ALIGNMENT.large))
+    try:
+        alignment = Alignment(small=small, large=large)
+        block_nbytes = check_block_nbytes(_given(arguments.block_nbytes, BLOCK_NBYTES))
+    except LimitError as error:
+        raise UsageError(str(error)) from None
+
+    choices: _Choices = {
+        "include": arguments.include,
+        "exclude": arguments.exclude,
+        "rename": arguments.rename,
+        "dtype": arguments.dtype,
+        "order": arguments.order,
+        "metadata": dict(arguments.metadata),
+        "alignment": alignment,
+        "block_nbytes": block_nbytes,
+        "allow_blowup": arguments.allow_blowup,
+        "jobs": arguments.jobs,
+        "max_memory": arguments.max_memory,
+    }
+    if arguments.dry_run:
+        plan = library.forecast(source, to_stream=arguments.target == STANDARD, **choices)
+        for warning in plan.warnings:
+            note(f"warning: {warning}")
+        standard.write(json.dumps(plan.to_json()) if arguments.json else plan.to_text())
+        return DONE
+    with progress_bar(wanted=not arguments.quiet) as progress:
+        report = library.convert(
+            source, target, spool_dir=arguments.spool_dir, progress=progress, **choices
+        )
+    for warning in report.warnings:
+        note(f"warning: {warning}")
+    if arguments.json:
+        text = json.dumps(report.to_json())
+        if arguments.target == STANDARD:
+            say(text)
+        else:
+            standard.write(text)
+    elif not arguments.quiet:
+        note(f"{arguments.object}: {report.summary()}")
+    return DONE
+
+
+def inspect(arguments: Arguments, standard: Standard) -> int:
+    """Describe a pack."""
+    from stream_pack.metal.plan import plan_metal
+    from stream_pack.reader.describe import describe
+    from stream_pack.reader.pack import open as open_pack
+
+    with open_pack(arguments.source) as pack:
+        description = describe(pack)
+        metal = plan_metal(pack).summary()
+    text = f"{description.to_text(standard.width())}\n{metal}"
+    standard.write(json.dumps(description.to_json()) if arguments.json else text)
+    return DONE
+
+
+def verify(arguments: Arguments, standard: Standard) -> int:
+    """List all damage of a pack."""
+    from stream_pack.reader.verify import verify as verify_pack
+    from stream_pack.report import human_nbytes
+
+    with progress_bar(wanted=not arguments.quiet) as progress:
+        report = verify_pack(arguments.source, jobs=arguments.jobs, progress=progress)
+    if arguments.json:
+        standard.write(json.dumps(report.to_json()))
+    elif report.damages:
+        for damage in report.damages:
+            standard.write(printable(damage.message))
+        if not report.complete:
+            standard.write("what stands behind this damage could not be verified")
+    elif not arguments.quiet:
+        standard.write(
+            f"{arguments.subject}: no damage: {_count(report.tensors, 'tensor')}, {_count(report.blocks, 'block')}, "
+            f"{human_nbytes(report.nbytes)} verified"
+        )
+    return DAMAGE if report.damages else DONE
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,17 @@
+"""Exit codes: what a script may rely on."""
+
+from __future__ import annotations
+
+__all__ = ["BROKEN_PIPE", "DAMAGE", "DONE", "INPUT", "MACHINE", "USAGE", "UsageError"]
+
+DONE = 0
+DAMAGE = 1
+USAGE = 2
+INPUT = 3
+MACHINE = 4
+BROKEN_PIPE = 128 + 13
+"""What a shell reports of a program that SIGPIPE ended."""
+
+
+class UsageError(Exception):
+    """The command was called in a way that cannot work."""

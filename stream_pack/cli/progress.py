@@ -1,0 +1,110 @@
+"""How far a command is, for a person who watches: bytes done, rate, time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TextIO, TypeAlias
+
+__all__ = ["Progress", "progress_bar"]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+UPDATE_SECONDS = 0.1
+"""Ten times a second: smooth to look at, and nothing next to the work."""
+
+
+class _Bar(Protocol):
+    def update(self, done: int, total: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
+    """A bar on stderr while the block runs, erased at its end; None where nobody would see it.
+
+    It is shown on a terminal only: by tqdm where that is installed, else as a plain line.
+    """
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    bar = _tqdm_bar(sys.stderr) or PlainBar(sys.stderr, clock=time.monotonic)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+def _tqdm_bar(stream: TextIO) -> _Bar | None:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+
+    class TqdmBar:
+        def __init__(self) -> None:
+            self._bar = tqdm(
+                total=0,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                mininterval=UPDATE_SECONDS,
+                leave=False,
+                file=stream,
+                dynamic_ncols=True,
+            )
+
+        def update(self, done: int, total: int) -> None:
+            self._bar.total = total
+            self._bar.update(done - self._bar.n)
+
+        def close(self) -> None:
+            self._bar.close()
+
+    return TqdmBar()
+
+
+class PlainBar:
+    """One line that is written over, at most ten times a second."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float]) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._began = self._shown_at = clock()
+        self._width = 0
+
+    def update(self, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` bytes are done, unless something was shown a moment ago."""
+        now = self._clock()
+        if now - self._shown_at < UPDATE_SECONDS:
+            return
+        self._shown_at = now
+        self._show(progress_line(done, total, seconds=now - self._began))
+
+    def close(self) -> None:
+        """Erase the line."""
+        self._show("")
+        self._stream.write("\r")
+        self._stream.flush()
+
+    def _show(self, line: str) -> None:
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+
+def progress_line(done: int, total: int, *, seconds: float) -> str:
+    """``"45 %  1.20 GiB of 2.67 GiB  812 MiB/s  0:01 left"``"""
+    from stream_pack.report import human_nbytes
+
+    percent = 100 * done // total if total else 100
+    line = f"{percent} %  {human_nbytes(done)} of {human_nbytes(total)}"
+    if done and seconds > 0:
+        rate = done / seconds
+        minutes, left = divmod(round((total - done) / rate), 60)
+        line += f"  {human_nbytes(rate)}/s  {minutes}:{left:02d} left"
+    return line

@@ -1,0 +1,118 @@
+"""Standard input, output and error: as descriptors for bytes, as text for people."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from stream_pack.cli.exits import UsageError
+
+__all__ = ["Standard", "complain", "note", "printable", "say"]
+
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """The three standard descriptors; ``closed`` holds those that the caller had closed."""
+
+    closed: frozenset[int]
+
+    @classmethod
+    def take(cls) -> Standard:
+        """Look at the descriptors, and fill those that are closed with /dev/null.
+
+        Otherwise the next file opened would get the number, and what is meant for stdout would go into it.
+        """
+        closed = set()
+        for descriptor in (_STDIN, _STDOUT, _STDERR):
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                closed.add(descriptor)
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest number free: this one
+        return cls(frozenset(closed))
+
+    def source(self) -> int:
+        """The descriptor to read a checkpoint from.  Raises: UsageError."""
+        if _STDIN in self.closed:
+            raise UsageError("stdin is closed: pipe a checkpoint in, or name a file")
+        if os.isatty(_STDIN):
+            raise UsageError("stdin is a terminal: pipe a checkpoint in, or name a file")
+        return _STDIN
+
+    def target(self) -> int:
+        """The descriptor to write a pack to.  Raises: UsageError."""
+        self.require_stdout()
+        if os.isatty(_STDOUT):
+            raise UsageError(
+                "stdout is a terminal, and a pack is no text: redirect it, or name a file"
+            )
+        return _STDOUT
+
+    def write(self, text: str) -> None:
+        """Write a text, which is what the command is for, to stdout.  Raises: UsageError; OSError."""
+        self.require_stdout()
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        # Not through sys.stdout: unbuffered (python -u), it drops what a single write does not take.
+        data = memoryview(f"{text}\n".encode(encoding, "backslashreplace"))
+        while data:
+            data = data[os.write(_STDOUT, data) :]
+
+    def width(self) -> int | None:
+        """Columns of the terminal that stdout is; None, where it is none and lines may have any length."""
+        try:
+            return os.get_terminal_size(_STDOUT).columns or None
+        except OSError:
+            return None
+
+    def flush(self) -> None:
+        """Send what is left, so that it fails here and not while the interpreter ends.  Raises: OSError."""
+        if _STDOUT not in self.closed:
+            sys.stdout.flush()
+
+    def abandon_stdout(self) -> None:
+        """Nobody reads stdout any more: what is still buffered goes nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, _STDOUT)
+        os.close(nowhere)
+
+    def require_stdout(self) -> None:
+        """Raises: UsageError when stdout is closed."""
+        if _STDOUT in self.closed:
+            raise UsageError("stdout is closed: there is nowhere to write to")
+
+
+def printable(text: str) -> str:
+    """The text in one line, whatever characters a file name has; what cannot be printed is escaped."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def complain(text: str) -> None:
+    """One line about what went wrong, on stderr."""
+    note(f"error: {text}")
+
+
+def note(text: str) -> None:
+    """One line for a person, on stderr."""
+    say(f"stream_pack: {text}")
+
+
+def say(text: str) -> None:
+    """One line on stderr.  That nobody can read it must not fail the command."""
+    if sys.stderr is None:
+        return
+    try:
+        sys.stderr.write(_encodable(printable(text), sys.stderr.encoding) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        pass
+
+
+def _encodable(text: str, encoding: str | None) -> str:
+    encoding = encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

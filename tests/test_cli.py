@@ -1,0 +1,631 @@
+"""The command line: what goes where, exit codes, and how it ends when it cannot do what it was asked."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import pty
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import stream_pack
+from stream_pack.cli import main
+from stream_pack.cli.progress import PlainBar, progress_bar
+
+COMMAND = [sys.executable, "-m", "stream_pack"]
+WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
+BIG = {"w": torch.arange(300_000.0)}  # more than a pipe or two hold
+
+
+def torch_bytes(tensors: dict[str, torch.Tensor]) -> bytes:
+    file = io.BytesIO()
+    torch.save(tensors, file)
+    return file.getvalue()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    path.write_bytes(torch_bytes(WEIGHTS))
+    return path
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pack"
+    stream_pack.save_file(WEIGHTS, path)
+    return path
+
+
+def run(
+    *argv: str | os.PathLike[str],
+    stdin: bytes | int = b"",
+    stdout: int = subprocess.PIPE,
+    before: Callable[[], None] | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    """The real command, in a process of its own."""
+    feed: dict[str, object] = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin}
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        [*COMMAND, *argv], stdout=stdout, stderr=subprocess.PIPE, preexec_fn=before, check=False, **feed
+    )
+
+
+def without(descriptor: int, *argv: str | Path) -> subprocess.CompletedProcess[bytes]:
+    """Run a program that starts without a standard descriptor."""
+    return subprocess.run(["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *argv], capture_output=True, check=False)
+
+
+def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with stream_pack.open(path) as opened:
+        assert list(opened) == list(tensors)
+        for name, tensor in tensors.items():
+            assert opened[name].dtype == str(tensor.dtype).removeprefix("torch.")
+            assert torch.equal(opened[name].torch(), tensor)
+
+
+def assert_one_line(text: str, *words: str) -> None:
+    assert text.startswith("stream_pack: error: ")
+    assert text.count("\n") == 1
+    assert [word for word in words if word not in text] == []
+
+
+# What goes where
+
+
+def test_a_checkpoint_becomes_a_pack_and_one_line_says_what_was_done(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    assert main(["convert", str(source), str(target)]) == 0
+    assert_holds(target, WEIGHTS)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"stream_pack: {target}: 2 tensors, 30 B in, ")
+    assert err.count("\n") == 1
+
+
+def test_a_pipe_gives_the_same_bytes_as_a_file_and_stdout_carries_nothing_else(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    assert main(["convert", "--quiet", str(source), str(target)]) == 0
+    piped = run("convert", "-", "-", stdin=source.read_bytes())
+    assert piped.returncode == 0
+    assert piped.stdout == target.read_bytes()
+    assert piped.stderr.startswith(b"stream_pack: stdout: 2 tensors")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_torch_saves_to_its_stdout_is_packed_from_the_pipe(unbuffered: str, tmp_path: Path) -> None:
+    program = "import sys, torch; torch.save({'w': torch.arange(300_000.)}, sys.stdout.buffer)"
+    target = tmp_path / "target"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    ) as producer:
+        assert producer.stdout is not None
+        assert run("convert", "-", target, stdin=producer.stdout.fileno()).returncode == 0
+    assert_holds(target, BIG)
+
+
+def test_stdin_that_is_a_file_is_read_from_where_it_stands(tmp_path: Path) -> None:
+    offset = tmp_path / "offset"
+    offset.write_bytes(b"x" * 64 + torch_bytes(WEIGHTS))
+    with offset.open("rb", buffering=0) as file:
+        file.read(64)
+        assert run("convert", "-", tmp_path / "target", stdin=file.fileno()).returncode == 0
+    assert_holds(tmp_path / "target", WEIGHTS)
+
+
+def test_a_dash_as_a_file_name_can_be_said_in_another_way(source: Path, tmp_path: Path) -> None:
+    assert main(["convert", "--quiet", str(source), str(tmp_path / "-")]) == 0
+    assert_holds(tmp_path / "-", WEIGHTS)
+
+
+def test_quiet_says_nothing_when_all_is_well(
+    source: Path, pack: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "--quiet", str(source), str(tmp_path / "target")]) == 0
+    assert main(["verify", "--quiet", str(pack)]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_report_is_json_on_stdout(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    assert main(["convert", "--json", str(source), str(target)]) == 0
+    out, err = capfd.readouterr()
+    report = json.loads(out)
+    assert err == ""
+    assert (report["tensors"], report["source_nbytes"], report["target_nbytes"]) == (2, 30, target.stat().st_size)
+
+
+def test_the_report_is_json_on_stderr_when_stdout_carries_the_pack(source: Path) -> None:
+    done = run("convert", "--json", source, "-")
+    assert json.loads(done.stderr)["target_nbytes"] == len(done.stdout)
+
+
+def test_metadata_is_stored(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    arguments = ["--metadata", "licence=CC BY 4.0", "--metadata", "formula=a=b"]
+    assert main(["convert", "--quiet", *arguments, str(source), str(target)]) == 0
+    with stream_pack.open(target) as opened:
+        assert opened.metadata == {"licence": "CC BY 4.0", "formula": "a=b"}
+
+
+def test_alignments_are_obeyed(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    assert main(["convert", "--quiet", "--alignment", "32K", str(source), str(target)]) == 0
+    with stream_pack.open(target) as opened:
+        assert [opened[name].file_offset % 32768 for name in opened] == [0, 0]
+        assert opened["b"].file_offset - opened["w"].file_offset == 32768
+
+
+def test_an_empty_checkpoint_is_an_empty_pack(tmp_path: Path) -> None:
+    (tmp_path / "empty.pt").write_bytes(torch_bytes({}))
+    assert main(["convert", "--quiet", str(tmp_path / "empty.pt"), str(tmp_path / "target")]) == 0
+    assert_holds(tmp_path / "target", {})
+
+
+def test_help_needs_neither_numpy_nor_torch() -> None:
+    program = (
+        "import sys; from stream_pack.cli import main; assert main(['--help']) == 0; "
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert {b"numpy", b"torch", b"tqdm"}.isdisjoint(done.stderr.split())
+    assert b"exit codes:" in done.stdout
+
+
+# Exit code 2: wrong usage
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["pack", "a", "b"],
+        ["convert", "a"],
+        ["convert", "--jobs", "0", "a", "b"],
+        ["convert", "--jobs", "many", "a", "b"],
+        ["convert", "--block-nbytes", "4MB", "a", "b"],
+        ["convert", "--block-nbytes", "5000", "a", "b"],
+        ["convert", "--alignment", "100", "a", "b"],
+        ["convert", "--alignment", "0", "a", "b"],
+        ["convert", "--alignment", "32K", "--large-alignment", "16K", "a", "b"],
+        ["convert", "--metadata", "key", "a", "b"],
+        ["convert", "--metadata", "key=\udcff", "a", "b"],
+        ["inspect", "-"],
+        ["verify", "-"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_code_2(argv: Sequence[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "error: " in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_closed_descriptor_is_no_file_to_read_from_or_write_to(closed: int, source: Path, tmp_path: Path) -> None:
+    argv: list[str | Path] = ["-", tmp_path / "target"] if closed == 0 else [source, "-"]
+    done = without(closed, *COMMAND, "convert", *argv)
+    assert done.returncode == 2
+    assert_one_line(done.stderr.decode(), ("stdin", "stdout")[closed], "is closed")
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_descriptor_that_is_not_needed_does_no_harm(closed: int, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    assert without(closed, *COMMAND, "convert", source, target).returncode == 0
+    assert_holds(target, WEIGHTS)
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_no_file_takes_the_number_of_a_closed_descriptor(closed: int) -> None:
+    program = "import os; from stream_pack.cli.terminal import Standard; Standard.take(); os._exit(os.open('/', 0))"
+    assert without(closed, sys.executable, "-c", program).returncode > 2
+
+
+def test_a_report_that_cannot_be_printed_is_no_surprise_at_the_end(source: Path, tmp_path: Path) -> None:
+    done = without(1, *COMMAND, "convert", "--json", source, tmp_path / "target")
+    assert done.returncode == 2
+    assert_one_line(done.stderr.decode(), "stdout is closed")
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_terminal_is_no_place_for_binary_data(source: Path, tmp_path: Path) -> None:
+    master, terminal = pty.openpty()
+    try:
+        reading = run("convert", "-", tmp_path / "target", stdin=terminal)
+        writing = run("convert", source, "-", stdout=terminal)
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert (reading.returncode, writing.returncode) == (2, 2)
+    assert_one_line(reading.stderr.decode(), "stdin is a terminal")
+    assert_one_line(writing.stderr.decode(), "stdout is a terminal")
+
+
+# Exit code 3: the input is not what it should be
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ["empty"]),
+        (b"loading...\n" + torch_bytes(WEIGHTS), ["b'loading...\\n'", "stdout"]),
+        (b"<!DOCTYPE html><title>Sign in</title>", ["web page"]),
+        (b"version https://git-lfs.github.com/spec/v1\n", ["git lfs pull"]),
+        (b"GGUF\3\0\0\0", ["GGUF"]),
+        (b"\x1f\x8b\x08\0", ["gzip -dc"]),
+        (b"\1\2\3\4", ["01 02 03 04"]),
+        (torch_bytes(WEIGHTS)[:-1], ["end"]),
+        (torch_bytes(WEIGHTS) + b"\0", ["trailing", "end"]),
+        (torch_bytes(WEIGHTS).replace(bytes.fromhex("0000803f"), bytes.fromhex("0000903f"), 1), ["'w'", "CRC"]),
+        (torch_bytes({"m": torch.ones(2).to_sparse()}), ["'m'", "sparse"]),
+    ],
+    ids=lambda value: repr(value[-12:]) if isinstance(value, bytes) else "",
+)
+def test_what_cannot_be_packed_is_exit_code_3_and_one_line_and_the_target_stays(
+    content: bytes, words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "source").write_bytes(content)
+    (tmp_path / "target").write_bytes(b"as it was")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"stream_pack: error: {tmp_path}/source: ")
+    assert_one_line(err)
+    assert any(word in err for word in words)
+    assert (tmp_path / "target").read_bytes() == b"as it was"
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+def test_empty_input_from_a_pipe_leaves_no_file(tmp_path: Path) -> None:
+    done = run("convert", "-", tmp_path / "target")
+    assert done.returncode == 3
+    assert_one_line(done.stderr.decode(), "stdin", "empty")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", [["convert"], ["inspect"], ["verify"]], ids=" ".join)
+@pytest.mark.parametrize(("name", "reason"), [("no\nsuch file", "No such file"), (".", "Is a directory")])
+def test_a_path_that_cannot_be_read_is_shown_as_it_was_given(
+    command: list[str],
+    name: str,
+    reason: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    target = ["target"] if command == ["convert"] else []
+    assert main([*command, name, *target]) == 3
+    _, err = capfd.readouterr()
+    assert_one_line(err, reason, name.replace("\n", "\\n"))
+    assert str(tmp_path) not in err
+
+
+def test_a_folder_that_does_not_exist_is_named_as_the_target_was_given(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", source.name, "missing/target"]) == 3
+    _, err = capfd.readouterr()
+    assert_one_line(err, "No such file or directory: missing/target")
+
+
+# Exit code 4: the machine failed
+
+
+def limit_file_nbytes() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+
+def test_a_full_disk_is_exit_code_4_and_leaves_the_old_target(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    target = tmp_path / "target"
+    source.write_bytes(torch_bytes(BIG))
+    target.write_bytes(b"as it was")
+    done = run("convert", source, target, before=limit_file_nbytes)
+    assert done.returncode == 4
+    assert_one_line(done.stderr.decode(), "File too large", "target")
+    assert target.read_bytes() == b"as it was"
+    assert sorted(os.listdir(tmp_path)) == ["source", "target"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
+def test_a_stream_that_takes_no_more_is_exit_code_4(source: Path) -> None:
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        done = run("convert", source, "-", stdout=full.fileno())
+    assert done.returncode == 4
+    assert_one_line(done.stderr.decode(), "No space left", "stdout")
+
+
+# Interrupted
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    while not condition():
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_conversion_that_is_interrupted_leaves_the_old_target_and_nothing_else(
+    signum: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"as it was")
+    content = safetensors.torch.save({"w": torch.ones(1_000_000)})
+    with subprocess.Popen([*COMMAND, "convert", "-", target], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(content[:3_000_000])
+        process.stdin.flush()
+
+        def writing() -> bool:
+            # PT#63720: the output grows before the source has ended.
+            return any(path.stat().st_blocks for path in tmp_path.glob(".stream_pack-*"))
+
+        wait_for(writing, process)
+        process.send_signal(signum)
+        assert process.wait() == code
+        assert process.stderr.read() == b""
+        process.stdin.close()
+    assert target.read_bytes() == b"as it was"
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_signals_that_are_ignored_stay_ignored(source: Path, tmp_path: Path) -> None:
+    # As under nohup.
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    content = source.read_bytes()
+    with subprocess.Popen(
+        [*COMMAND, "convert", "--quiet", "-", tmp_path / "target"], stdin=subprocess.PIPE, preexec_fn=ignore
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(content[:100])
+        process.stdin.flush()
+        process.send_signal(signal.SIGHUP)
+        process.stdin.write(content[100:])
+        process.stdin.close()
+        assert process.wait() == 0
+    assert_holds(tmp_path / "target", WEIGHTS)
+
+
+def test_a_caller_gets_its_own_signal_handlers_back(source: Path, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["convert", "--quiet", str(source), str(tmp_path / "target")]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_a_reader_that_has_enough_ends_the_command_without_a_word(
+    command: str, unbuffered: str, tmp_path: Path
+) -> None:
+    # Both outputs are longer than a pipe is.
+    source = tmp_path / "source.pack"
+    stream_pack.save_file({f"{'layers.' * 200}{k}": torch.ones(256) for k in range(200)}, source)
+    argv: list[str | Path] = [*COMMAND, command, source, *(["-"] if command == "convert" else [])]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert len(process.stdout.read(10)) == 10
+        process.stdout.close()
+        assert process.wait() == 141
+        assert process.stderr.read() == b""
+
+
+# Progress
+
+
+def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(torch_bytes(BIG))
+    command: list[str | Path] = [*COMMAND, "convert", tmp_path / "source", tmp_path / "target"]
+    master, terminal = pty.openpty()
+    try:
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        subprocess.run(command, stderr=terminal, check=True)
+        shown = os.read(master, 65536).decode()
+    finally:
+        os.close(master)
+        os.close(terminal)
+    *bars, summary = shown.removesuffix("\r\n").split("\r")
+    assert any("B/s" in bar for bar in bars)
+    assert summary.startswith("stream_pack: ")
+    piped = subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
+    assert piped.startswith(b"stream_pack: ")
+    assert piped.count(b"\r") == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_without_tqdm_a_plain_line_is_written_over_at_most_ten_times_a_second() -> None:
+    terminal = Terminal()
+    seconds = iter([0.0, 0.05, 0.5, 0.55, 2.0])
+    bar = PlainBar(terminal, clock=lambda: next(seconds))
+    bar.update(1 << 20, 1 << 30)  # at 0.05 s: too early
+    bar.update(256 << 20, 1 << 30)
+    bar.update(257 << 20, 1 << 30)  # at 0.55 s: too early
+    bar.update(1 << 30, 1 << 30)
+    bar.close()
+    first, second, last = terminal.getvalue().split("\r")[1:4]
+    assert first.split() == "25 % 256 MiB of 1.00 GiB 512 MiB/s 0:02 left".split()
+    assert second.split() == "100 % 1.00 GiB of 1.00 GiB 512 MiB/s 0:00 left".split()
+    assert last.strip() == ""
+    assert len(last) >= len(second.rstrip())
+
+
+def test_progress_degrades_when_tqdm_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress_bar(wanted=True) as progress:
+        assert progress is not None
+        progress(1, 2)
+    assert set(terminal.getvalue()) <= set("\r ")
+
+
+@pytest.mark.parametrize(("wanted", "stream"), [(False, Terminal()), (True, io.StringIO()), (True, None)])
+def test_nobody_looks_so_nothing_is_shown(
+    wanted: bool, stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress_bar(wanted=wanted) as progress:
+        assert progress is None
+
+
+# inspect and verify
+
+
+def test_inspect_lists_every_tensor_and_every_byte_of_the_file(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(pack)]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "w" in out
+    assert "float32" in out
+    assert "bfloat16" in out
+    assert main(["inspect", "--json", str(pack)]) == 0
+    out, _ = capfd.readouterr()
+    json.loads(out)
+
+
+def test_verify_finds_a_good_pack_good(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(pack)]) == 0
+    out, err = capfd.readouterr()
+    assert "no damage" in out
+    assert err == ""
+
+
+def damaged(pack: Path) -> int:
+    """Flip a bit of tensor w; return its file offset."""
+    with stream_pack.open(pack) as opened:
+        file_offset = opened["w"].file_offset
+    content = bytearray(pack.read_bytes())
+    content[file_offset] ^= 1
+    pack.write_bytes(content)
+    return file_offset
+
+
+def test_verify_names_the_tensor_and_the_bytes_that_are_damaged(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file_offset = damaged(pack)
+    assert main(["verify", "--quiet", str(pack)]) == 1
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "'w'" in out
+    assert str(file_offset) in out
+    assert main(["verify", "--json", str(pack)]) == 1
+    out, _ = capfd.readouterr()
+    (damage,) = json.loads(out)["damages"]
+    assert damage["tensors"] == ["w"]
+    assert (damage["file_begin"], damage["file_end"]) == (file_offset, file_offset + 24)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_pack_of_another_length_is_damaged(
+    command: str, change: int, pack: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = pack.read_bytes()
+    pack.write_bytes(content[:change] if change < 0 else content + b"x")
+    assert main([command, str(pack)]) == 1
+    out, err = capfd.readouterr()
+    assert ("ends too early" if change < 0 else "follow the pack") in out + err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08\0", torch_bytes(WEIGHTS)], ids=["empty", "gzip", "torch"])
+def test_what_is_no_pack_is_exit_code_3(
+    command: str, content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert main([command, str(tmp_path / "file")]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert_one_line(err, str(tmp_path / "file"))
+    assert err.count("file:") == 1
+
+
+def region(content: bytes | bytearray) -> tuple[int, int]:
+    """File offset and nbytes of the region, as the header's bytes 8 to 24 say."""
+    file_offset, nbytes = struct.unpack_from("<QQ", content, 8)
+    return file_offset, nbytes
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_raw_payload_has_nothing_to_verify_against(
+    command: str, pack: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # What ExecuTorch writes: no locator before the region, nothing behind it.
+    content = pack.read_bytes()
+    begin, nbytes = region(content)
+    pack.write_bytes(content[: begin - 16] + bytes(16) + content[begin : begin + nbytes])
+    assert main([command, str(pack)]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert_one_line(err, "raw MP00 payload")
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["convert"]], ids=" ".join)
+def test_a_pack_of_a_later_version_is_not_called_damaged(
+    command: list[str], pack: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = bytearray(pack.read_bytes())
+    begin, _ = region(content)
+    content[begin - 12 : begin - 8] = (99).to_bytes(4, "little")  # the locator's version, then its magic of 8 bytes
+    pack.write_bytes(content)
+    target = [str(tmp_path / "target")] if command == ["convert"] else []
+    assert main([*command, str(pack), *target]) == 3
+    _, err = capfd.readouterr()
+    assert_one_line(err, "newer stream_pack")
+
+
+def test_a_damaged_pack_is_not_what_a_conversion_wants(
+    pack: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damaged(pack)
+    assert main(["convert", str(pack), str(tmp_path / "target")]) == 3
+    _, err = capfd.readouterr()
+    assert_one_line(err, "'w'")
+    assert os.listdir(tmp_path) == [pack.name]
+
+
+def test_names_from_a_pack_cannot_drive_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pack = tmp_path / "model.pack"
+    stream_pack.save_file({"evil\x1b[2J\n": torch.ones(1), "é": torch.ones(1)}, pack, metadata={"\x1b]0;": "\r"})
+    assert main(["inspect", str(pack)]) == 0
+    out, _ = capfd.readouterr()
+    assert out.replace("\n", "").isprintable()
+    assert "evil\\x1b[2J\\n" in out
+    assert "é" in out
+
+
+def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    pack = tmp_path / "model.pack"
+    stream_pack.save_file({"é": torch.ones(1)}, pack)
+    done = subprocess.run(
+        [*COMMAND, "inspect", pack], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
+    )
+    assert b"\\xe9" in done.stdout
