@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 from stream_pack._version import __version__
 
 if TYPE_CHECKING:
+    from stream_pack import metal
     from stream_pack.align import Alignment
     from stream_pack.errors import (
+        AlignmentError,
         ChecksumError,
         FormatError,
         LimitError,
         MappingInUse,
+        MetalBufferError,
         MetalError,
+        MetalUnavailable,
         NewerVersionError,
         NotAPackError,
         OptionError,
@@ -27,11 +31,13 @@ if TYPE_CHECKING:
         SourceError,
         StateError,
         StreamPackError,
+        TensorTooLarge,
         TrailingBytesError,
         TruncatedError,
         TruncatedSourceError,
         UnknownTensorError,
         UnsupportedCheckpointError,
+        UnsupportedDtype,
         UnsupportedTensorError,
     )
     from stream_pack.reader.pack import Pack, open
@@ -42,12 +48,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alignment",
+    "AlignmentError",
     "ChecksumError",
     "Forecast",
     "FormatError",
     "LimitError",
     "MappingInUse",
+    "MetalBufferError",
     "MetalError",
+    "MetalUnavailable",
     "NewerVersionError",
     "NotAPackError",
     "OptionError",
@@ -59,17 +68,20 @@ __all__ = [
     "Spec",
     "StateError",
     "StreamPackError",
+    "TensorTooLarge",
     "TrailingBytesError",
     "TruncatedError",
     "TruncatedSourceError",
     "UnknownTensorError",
     "UnsupportedCheckpointError",
+    "UnsupportedDtype",
     "UnsupportedTensorError",
     "Writer",
     "__version__",
     "convert",
     "forecast",
     "load_file",
+    "metal",
     "open",
     "safe_open",
     "save_file",
@@ -94,6 +106,8 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "metal":
+        return importlib.import_module("stream_pack.metal")
     value: object = getattr(importlib.import_module(_MODULES.get(name, "stream_pack.errors")), name)
     globals()[name] = value
     return value

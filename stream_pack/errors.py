@@ -106,6 +106,9 @@ class SourceChecksumError(SourceError):
 class LimitError(StreamPackError, ValueError):
     """A limit would be exceeded.  Attributes, where they apply: ``limit``, ``value``."""
 
+    limit: int
+    value: int
+
 
 class FormatError(StreamPackError, ValueError):
     """The file is not a valid pack."""

@@ -16,7 +16,7 @@ from stream_pack.errors import ChecksumError, FormatError
 from stream_pack.header import HEADER_NBYTES, Header
 from stream_pack.index import Index
 from stream_pack.layout import Layout
-from stream_pack.limits import MAX_NBYTES
+from stream_pack.limits import MAX_HEAD_NBYTES, MAX_NBYTES
 from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 __all__ = [
@@ -120,7 +120,8 @@ def check_region(header: Header) -> None:
     Raises: FormatError.
     """
     offset, nbytes = header.region_file_offset, header.region_nbytes
-    if offset < HEADER_NBYTES + LOCATOR_NBYTES or offset > MAX_NBYTES or nbytes > MAX_NBYTES:
+    smallest = HEADER_NBYTES + LOCATOR_NBYTES
+    if not smallest <= offset <= MAX_HEAD_NBYTES or nbytes > MAX_NBYTES:
         raise FormatError(
             f"the header places the region at byte {offset} with {nbytes} bytes, which no pack has; "
             "the file is damaged or not a pack"

@@ -6,6 +6,7 @@ __all__ = [
     "MAX_BLOCK_NBYTES",
     "MAX_DTYPES",
     "MAX_FLATBUFFER_NBYTES",
+    "MAX_HEAD_NBYTES",
     "MAX_NBYTES",
     "MAX_RANK",
     "MAX_TENSORS",
@@ -28,6 +29,10 @@ MAX_DTYPES = 256
 
 MAX_FLATBUFFER_NBYTES = 2**31 - 1
 """Bytes of a flatbuffer: offsets to vtables are signed 32-bit."""
+
+MAX_HEAD_NBYTES = 8 << 30
+"""Bytes in front of the region: two flatbuffers and one alignment of 1 GiB need 5 GiB at most.  A
+larger head would only keep its reader busy hashing."""
 
 VERIFIER_TENSORS = 499_999
 """Tensors above which C++ verifiers with default limits refuse the graph: a million tables, two a

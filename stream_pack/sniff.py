@@ -92,7 +92,7 @@ _ADVICE: dict[Kind, str] = {
     Kind.PACK: "a pack, or a raw MP00 payload",
     Kind.TORCH_ZIP: "a checkpoint of torch.save",
     Kind.SAFETENSORS: "a safetensors file",
-    Kind.TORCH_LEGACY: "a checkpoint in torch.save's format before 1.6: load it with torch and save it again",
+    Kind.TORCH_LEGACY: "a checkpoint of torch.save in its format before 1.6",
     Kind.TORCH_SCRIPT: "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()",
     Kind.TORCH_EXPORT: "an exported program (.pt2): load it with torch.export.load and save its state_dict",
     Kind.PICKLE: "a bare pickle, which torch.save did not write: load it where it is trusted and save its tensors "

@@ -122,11 +122,13 @@ def test_the_limits_are_those_of_the_code() -> None:
         "dims of a tensor": "64",
         "dtypes": "256",
         "graph, index": "below 2³¹ bytes each",
+        "R, bytes in front of the region": "2³³",
         "block": "2¹² to 2³⁰ bytes",
         "alignment": "16 to 2³⁰ bytes",
     }
     assert limits.MAX_NBYTES == 2**62
     assert limits.MAX_TENSORS == 2**31 - 1
     assert limits.MAX_RANK == 64
+    assert limits.MAX_HEAD_NBYTES == 2**33
     assert limits.MAX_FLATBUFFER_NBYTES == 2**31 - 1
     assert (limits.MIN_BLOCK_NBYTES, limits.MAX_BLOCK_NBYTES) == (2**12, 2**30)

@@ -155,6 +155,35 @@ def test_constants_may_not_outnumber_the_values() -> None:
         graph.decode(memoryview(data))
 
 
+def test_one_value_may_not_be_many_constants() -> None:
+    data = bytearray(graph.encode(index_of(*[("float32", (2, 3))] * 4)))
+    words = np.frombuffer(data, "<u4").copy()
+    root = int(words[0]) // 4
+    values, ids = (root + slot + int(words[root + slot]) // 4 for slot in (3, 6))
+    assert words[values] == words[ids] == 4
+    words[values] = 1
+    words[ids + 1 : ids + 5] = 0
+    with pytest.raises(FormatError, match="4 constant ids from 0 to 0 for 1 values"):
+        graph.decode(memoryview(words.tobytes()))
+
+
+def test_a_vtable_for_every_value_is_refused() -> None:
+    # Each would take a step of its own: a graph of 100 MB could keep a reader busy for hours.
+    count = 1025
+    sound = graph.encode(index_of(*[("float32", ())] * count))
+    words = np.frombuffer(sound + bytes(16 * count), "<u4").copy()
+    root = int(words[0]) // 4
+    first = root + 3 + int(words[root + 3]) // 4 + 1
+    for number in range(count):
+        value = first + number + int(words[first + number]) // 4
+        vtable = value - int(words[value]) // 4
+        own = len(sound) // 4 + 4 * number
+        words[own : own + 4] = words[vtable : vtable + 4]
+        words[value] = (4 * (value - own)) % 2**32
+    with pytest.raises(FormatError, match="1025 vtables"):
+        graph.decode(memoryview(words.tobytes()))
+
+
 def test_a_graph_past_2_gib_is_refused_before_it_is_built() -> None:
     # A stand-in for 40 million tensors: only its length is looked at before the limit is.
     class Many:

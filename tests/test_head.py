@@ -17,6 +17,7 @@ from stream_pack.align import Alignment
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import ChecksumError, FormatError, StreamPackError
+from stream_pack.header import Header
 from stream_pack.layout import Layout, Policy, plan
 from tests.support.packs import LOCATOR, pack_bytes, places, reseal
 
@@ -170,3 +171,21 @@ def test_numbers_at_the_edges_in_a_forged_index_lead_nowhere(
         place = at.index + int(where * ((at.index_end - at.index) // 4 - 1)) * 4
         struct.pack_into("<Q", changed, place, value)
     use(tmp_path_factory.getbasetemp() / "forged", reseal(changed))
+
+
+@pytest.mark.parametrize("region", [0, 71, 2**33 + 16384, 2**62])
+def test_a_region_where_no_pack_has_one_is_refused_before_anything_is_read(region: int) -> None:
+    with pytest.raises(FormatError, match="which no pack has"):
+        head.check_region(Header(region, 0))
+    head.check_region(Header(2**33, 0))
+
+
+def test_a_region_that_is_no_multiple_of_a_page_is_refused() -> None:
+    encoded = head.encode(layout_of((3,)))
+    data = bytearray(whole(encoded))
+    struct.pack_into("<Q", data, 16, 16384 + 256)
+    struct.pack_into("<Q", data, len(data) - 32, encoded.head.pack_nbytes + 256)
+    checksum = xxhash.xxh3_64_intdigest(bytes(data[:-24]) + bytes(data[-16:]))
+    struct.pack_into("<Q", data, len(data) - 24, checksum)
+    with pytest.raises(FormatError, match="expected multiples of 16384 and 16384"):
+        head.decode(memoryview(bytes(data)))

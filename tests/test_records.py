@@ -92,6 +92,12 @@ def test_impossible_lengths_and_versions_are_damage(nbytes: int, version: int) -
         Locator.decode(data)
 
 
+def test_a_record_that_is_no_row_of_64_bit_fields_is_damage() -> None:
+    data = bytes(64) + LOCATOR[:32] + struct.pack("<2I", 52, 1) + LOCATOR_MAGIC
+    with pytest.raises(FormatError, match="52 bytes"):
+        Locator.decode(data)
+
+
 @pytest.mark.parametrize("nbytes", range(48))
 def test_a_cut_record_is_damage(nbytes: int) -> None:
     with pytest.raises(FormatError):

@@ -107,6 +107,9 @@ LZ4 = bytes.fromhex("04224d1864 40a7".replace(" ", ""))  # the frame header of l
         (b"BZhang wrote this", Kind.TEXT),
         ("ünïcödé ".encode() * 100, Kind.TEXT),
         (b'{"metadata": {}}', Kind.TEXT),
+        (b"weights {of a model}", Kind.TEXT),  # safetensors too has "{" as its ninth byte
+        (b"x" + "é".encode() * 300, Kind.TEXT),  # 512 bytes end inside a character
+        (b"\1\2\3" + torch_save(WEIGHTS), Kind.UNKNOWN),
         (b"\x01\x02\x03\x04", Kind.UNKNOWN),
         (b"PK", Kind.TEXT),
         (b"\xff\xfe" + TEXT, Kind.UNKNOWN),

@@ -70,7 +70,6 @@ def wrong_blocks(
         range(first, end), places(head.index, first, end), expected
     ):
         data = mapping.array(head.region_file_offset + begin, stop - begin)
-        # A memoryview, because xxhash lets other threads run only while it reads what cannot change its length.
         actual = xxhash.xxh3_64_intdigest(memoryview(data))
         if actual != value:
             wrong.append((block, actual))

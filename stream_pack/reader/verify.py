@@ -26,7 +26,7 @@ from stream_pack.errors import (
 )
 from stream_pack.head import Head
 from stream_pack.header import HEADER_NBYTES
-from stream_pack.index import Index
+from stream_pack.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import block_checksums, block_error, check_root, wrong_blocks
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import check_footer, check_length, naming, read_head
@@ -46,9 +46,9 @@ PADDING_STEP_NBYTES = 1 << 20
 class Damage:
     """One thing that is not as it was written, or not as the format has it.
 
-    ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"padding"``, ``"block"``,
-    ``"checksums"`` or ``"footer"``.  ``tensors`` are those that are hit, as far as that is known; ``buffer`` and
-    ``block`` (its number in the buffer) are given for a block.  ``error`` is what
+    ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
+    ``"block"``, ``"checksums"`` or ``"footer"``.  ``tensors`` are those that are hit, as far as that is known;
+    ``buffer`` and ``block`` (its number in the buffer) are given for a block.  ``error`` is what
     :meth:`VerifyReport.raise_if_damaged` raises.
 
     Units: bytes; the half-open range ``[file_begin, file_end)`` counts from the pack's first byte.
@@ -189,6 +189,7 @@ def verify_mapped(
     damages = [
         *_graph_damages(mapping, head),
         *_order_damages(head),
+        *_cover_damages(head),
         *_padding_damages(mapping, head),
         *_block_damages(mapping, head, jobs or _cores(), progress),
         *_tail_damages(mapping, head),
@@ -266,6 +267,23 @@ def _order_damages(head: Head) -> Iterator[Damage]:
         if tensor == next_tensor and key >= next_key:
             text = f"index: the notes {key!r} and {next_key!r} of one tensor are not in order"
             yield Damage("notes", begin, end, FormatError(text))
+
+
+def _cover_damages(head: Head) -> Iterator[Damage]:
+    """Every byte of a buffer belongs to a tensor."""
+    index = head.index
+    held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)
+    rows = held[np.argsort(index.offsets[held], kind="stable")]
+    begins = index.offsets[rows]
+    ends = begins + index.tensor_nbytes[rows]
+    reach = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), ends)))[:-1]
+    covered = np.zeros(len(index.buffer_nbytes), np.int64)
+    np.add.at(covered, index.tensor_buffers[rows], np.maximum(ends - np.maximum(begins, reach), 0))
+    for buffer in np.flatnonzero(covered != index.buffer_nbytes).tolist():
+        begin = head.region_file_offset + int(index.buffer_offsets[buffer])
+        nbytes = int(index.buffer_nbytes[buffer])
+        text = f"index: of the {nbytes} bytes of buffer {buffer} only {covered[buffer]} belong to a tensor"
+        yield Damage("buffers", begin, begin + nbytes, FormatError(text), buffer=buffer)
 
 
 def _note_keys(index: Index) -> Iterator[tuple[int, bytes]]:

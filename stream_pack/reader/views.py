@@ -185,7 +185,7 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
             )
         first = first * dim + begin
         kept += dims
-    return first if math.prod(kept) else 0, tuple(kept)
+    return first, tuple(kept)
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

@@ -238,6 +238,21 @@ def test_notes_out_of_order_are_damage_though_all_checksums_agree(path: Path) ->
     assert damage.part == "notes"
 
 
+def test_bytes_of_a_buffer_that_no_tensor_has_are_damage(path: Path, data: bytes) -> None:
+    at = places(data)
+    changed = bytearray(data)
+    # The buffers' nbytes: embed, norm, step, flags.  One more byte for the last, with its checksum.
+    place = data.index(struct.pack("<4Q", 12288, 14, 8, 3), at.index, at.index_end)
+    changed[place + 24] = 4
+    flags = offset_of(path, "flags")
+    checksum = xxhash.xxh3_64_intdigest(data[flags : flags + 4])
+    struct.pack_into("<Q", changed, at.footer - 8, checksum)
+    path.write_bytes(reseal(changed))
+    (damage,) = verify(path).damages
+    assert (damage.part, damage.buffer) == ("buffers", 3)
+    assert (damage.file_begin, damage.file_end) == (flags, flags + 4)
+
+
 def test_padding_in_the_head_must_be_zero_though_all_checksums_agree(
     path: Path, data: bytes
 ) -> None:
@@ -366,6 +381,16 @@ def test_lazy_verification_trusts_no_checksum_that_the_footer_does_not_cover(
     path.write_bytes(reseal(changed))
     with stream_pack.open(path, verify="lazy") as pack:
         pack["step"].numpy()
+
+
+def test_a_footer_that_does_not_fill_its_place_is_damage(path: Path, data: bytes) -> None:
+    at = places(data)
+    changed = bytearray(data[: at.footer] + bytes(8) + data[at.footer :])
+    struct.pack_into("<Q", changed, at.locator + 16, len(changed))
+    path.write_bytes(reseal(changed))
+    with pytest.raises(FormatError, match="the footer claims 24 bytes, expected 32"):
+        stream_pack.open(path)
+    assert [damage.part for damage in verify(path).damages] == ["footer"]
 
 
 def test_a_pack_that_lies_about_checksums_but_agrees_with_itself_is_a_format_error(

@@ -1,0 +1,136 @@
+"""The options of ``convert`` that choose: tensors, names, dtypes, order, memory; and ``--dry-run``."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import stream_pack
+from stream_pack.cli import main
+from tests.test_contracts import loaded_by, run_module
+
+WEIGHTS = {
+    "module.w": torch.arange(600.0).reshape(20, 30),
+    "module.norm": torch.tensor([1.0, 1e-40]),
+    "ids": torch.arange(3),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    torch.save(WEIGHTS, path)
+    return path
+
+
+def convert(source: Path, *options: str) -> dict[str, torch.Tensor]:
+    target = source.with_suffix(".pack")
+    assert main(["convert", "--quiet", str(source), str(target), *options]) == 0
+    tensors = stream_pack.load_file(target)
+    return {name: tensors[name] for name in tensors}
+
+
+def test_tensors_are_taken_left_out_and_renamed(source: Path) -> None:
+    packed = convert(
+        source, "--include", "module.*", "--include", "ids", "--exclude", "*norm",
+        "--rename", r"s/^module\.//", "--rename", "s/i/j/",
+    )  # fmt: skip
+    assert list(packed) == ["w", "jds"]
+    assert torch.equal(packed["w"], WEIGHTS["module.w"])
+
+
+def test_dtypes_are_set_by_the_first_rule_that_matches(source: Path) -> None:
+    packed = convert(source, "--dtype", "*norm=f32", "--dtype", "bf16")
+    assert torch.equal(packed["module.w"], WEIGHTS["module.w"].bfloat16())
+    assert torch.equal(packed["module.norm"], WEIGHTS["module.norm"])
+    assert torch.equal(packed["ids"], WEIGHTS["ids"])
+
+
+def test_tensors_can_be_sorted_by_name(source: Path) -> None:
+    assert list(convert(source)) == ["module.w", "module.norm", "ids"]
+    assert list(convert(source, "--order", "name")) == ["ids", "module.norm", "module.w"]
+
+
+def test_casts_are_in_the_report(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(source), str(source) + ".pack", "--dtype", "f16", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["casts"] == {"float32 -> float16": 2}
+    assert main(["convert", str(source), str(source) + ".pack", "--dtype", "f16"]) == 0
+    assert "2 float32 -> float16" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "int8"], ["--dtype", "w="], ["--rename", "a/b"], ["--rename", "s/(/b/"],
+        ["--rename", r"s/w/\1/"], ["--order", "size"], ["--max-memory", "lots"],
+    ],
+)  # fmt: skip
+def test_an_option_that_means_nothing_is_wrong_usage(
+    options: list[str], source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = source.with_suffix(".pack")
+    assert main(["convert", str(source), str(target), *options]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+    assert not target.exists()
+
+
+def test_patterns_that_leave_nothing_are_the_inputs_fault(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), str(source) + ".pack", "--include", "w"]) == 3
+    assert "'module.w'" in capfd.readouterr().err
+
+
+def test_memory_that_cannot_be_enough_is_refused_at_once(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), str(source) + ".pack", "--max-memory", "1M"]) == 3
+    assert "takes at least" in capfd.readouterr().err
+    assert not Path(str(source) + ".pack").exists()
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(os.listdir(source.parent))
+    target = source.with_suffix(".pack")
+    assert main(["convert", "--dry-run", str(source), str(target), "--dtype", "*w=f16"]) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("3 tensors")
+    assert "cast float32 -> float16: 1 tensors" in text
+    assert "peak memory" in text
+    assert sorted(os.listdir(source.parent)) == before
+
+
+def test_a_dry_run_for_machines_foretells_the_length(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = source.with_suffix(".pack")
+    assert main(["convert", "--dry-run", "--json", str(source), str(target)]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    convert(source)
+    assert plan["target_nbytes"] == target.stat().st_size
+
+
+def test_a_dry_run_needs_only_the_head_of_a_pipe_and_leaves_stdout_alone() -> None:
+    file = io.BytesIO()
+    torch.save({"w": torch.zeros(1_000_000)}, file)
+    head = file.getvalue()[:10_000]
+    argv = [sys.executable, "-m", "stream_pack", "convert", "--dry-run", "-", "-"]
+    result = subprocess.run(argv, input=head, capture_output=True, check=True)
+    assert result.stdout.startswith(b"1 tensor")
+
+
+def test_casting_to_bfloat16_does_not_load_torch_where_ml_dtypes_is_installed(source: Path) -> None:
+    loaded = loaded_by(
+        *run_module("convert", "--quiet", "--dtype", "bf16", str(source), str(source) + ".pack")
+    )
+    assert "ml_dtypes" in loaded
+    assert "torch" not in loaded
