@@ -80,16 +80,18 @@ def _run(
             del item
             if weight >= BATCH_WEIGHT or len(batch) >= BATCH_ITEMS:
                 if not _put(batches, batch, stop):
-                    return
+                    break
                 batch, weight = [], 0
     except BaseException as caught:  # handed to the consumer, whatever it is
         error = caught
-    finally:
-        if isinstance(items, Generator):
+    if isinstance(items, Generator):
+        try:
             items.close()
-        if batch:
-            _put(batches, batch, stop)
-        _put(batches, _End(error), stop)
+        except BaseException as caught:  # a consumer that is never told of the end waits for ever
+            error = error or caught
+    if batch:
+        _put(batches, batch, stop)
+    _put(batches, _End(error), stop)
 
 
 def _put(

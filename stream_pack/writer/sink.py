@@ -10,6 +10,7 @@ import abc
 import errno
 import io
 import os
+import select
 import stat
 from collections.abc import Sequence
 from types import TracebackType
@@ -171,7 +172,7 @@ class FileSink(Sink):
     def _write(self, position: int, parts: list[memoryview]) -> None:
         assert self._file is not None
         while parts:
-            written = _pwritev(self._file, parts, position)
+            written = os.pwritev(self._file, parts, position)
             if written == 0:
                 raise OSError(errno.EIO, "a write of several bytes wrote none", self._target)
             position += written
@@ -233,7 +234,7 @@ class StreamSink(Sink):
         rest = [part for part in parts if len(part)]
         while rest:
             if isinstance(self._stream, int):
-                written: int | None = os.writev(self._stream, rest)
+                written: int | None = _writev(self._stream, rest)
             else:
                 written = self._stream.write(rest[0])
             if not written:
@@ -316,5 +317,12 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def _pwritev(file: int, parts: list[memoryview], position: int) -> int:
-    return os.pwritev(file, parts, position)
+def _writev(stream: int, parts: list[memoryview]) -> int:
+    while True:
+        try:
+            return os.writev(stream, parts)
+        except BlockingIOError:
+            # Whoever shares the pipe or terminal may have made it non-blocking; ssh does.
+            waiting = select.poll()
+            waiting.register(stream, select.POLLOUT)
+            waiting.poll()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -74,3 +74,18 @@ def test_only_a_few_mebibytes_wait_between_two_stages() -> None:
 def test_stages_chain() -> None:
     squares = (n * n for n in overlap(iter(range(300)), weigh=lambda _: 1))
     assert list(overlap(squares, weigh=lambda _: 1)) == [n * n for n in range(300)]
+
+
+def test_an_error_while_the_source_closes_reaches_the_consumer() -> None:
+    class Closing(Generator[int, None, None]):
+        def send(self, value: None) -> int:
+            raise StopIteration
+
+        def throw(self, *_: object) -> int:
+            raise StopIteration
+
+        def close(self) -> None:
+            raise OSError("cannot close")
+
+    with pytest.raises(OSError, match="cannot close"):
+        list(overlap(Closing(), weigh=lambda _: 1))

@@ -295,3 +295,23 @@ def test_a_full_device_is_an_error_and_stays_a_device(tmp_path: Path) -> None:
 def test_what_is_no_target_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="expected a path"):
         open_sink(3.5)  # type: ignore[arg-type]
+
+
+def test_a_pipe_that_does_not_block_is_waited_for(tmp_path: Path) -> None:
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    data = random.Random(1).randbytes(1 << 20)  # sixteen times what a pipe holds
+    got: list[bytes] = []
+
+    def receive() -> None:
+        with open(receiving, "rb") as file:
+            got.append(file.read())
+
+    reader = threading.Thread(target=receive)
+    reader.start()
+    try:
+        fill(StreamSink(sending), len(data), [(0, data)])
+    finally:
+        os.close(sending)
+        reader.join()
+    assert got == [data]
