@@ -1,0 +1,331 @@
+"""The Objective-C runtime, through ctypes: the only module that knows it.
+
+:class:`Runtime` holds the addresses of the few C functions that are needed, so that a stand-in is a value;
+:class:`Messages` sends messages through them, each selector with the one prototype that it has; :func:`deallocator`
+gives the block that Metal calls when a buffer is gone, and :func:`keep` tells it what to drop then.
+
+Everything Metal may call lives for ever: one block a runtime, one callback, and the registry of owners.  A block on the
+stack, or one that Python had collected, crashes when a buffer dies later than expected.
+Source: Clang, "Block Implementation Specification"; Apple, "Objective-C Runtime".
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_bool, c_char_p, c_int, c_long, c_uint32, c_ulong, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from stream_pack.errors import MetalUnavailable
+
+__all__ = [
+    "MESSAGES",
+    "Messages",
+    "Runtime",
+    "deallocator",
+    "default_device",
+    "first_process",
+    "forget",
+    "immortal",
+    "keep",
+    "kept",
+    "native",
+    "string_at",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The C entry points of a Metal system, as addresses.
+
+    ``global_block_class`` is the address of ``_NSConcreteGlobalBlock`` itself.  ``translated``: this process is run
+    by Rosetta.
+    """
+
+    msg_send: int
+    sel_register_name: int
+    get_class: int
+    create_system_default_device: int
+    global_block_class: int
+    translated: bool
+
+
+@functools.cache
+def native() -> Runtime:
+    """The runtime of this Mac.  Raises: MetalUnavailable anywhere else."""
+    if sys.platform != "darwin":
+        raise MetalUnavailable(
+            f"Metal is on Apple systems only, this is {sys.platform}; `python -m stream_pack metal-plan` checks here "
+            "how a Mac will use a pack"
+        )
+    # Without CoreGraphics loaded, MTLCreateSystemDefaultDevice returns nil (so its documentation).
+    ctypes.CDLL("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
+    metal = ctypes.CDLL("/System/Library/Frameworks/Metal.framework/Metal")
+    objc = ctypes.CDLL("/usr/lib/libobjc.A.dylib")
+    system = ctypes.CDLL("/usr/lib/libSystem.B.dylib")
+    return Runtime(
+        msg_send=_address(objc.objc_msgSend),
+        sel_register_name=_address(objc.sel_registerName),
+        get_class=_address(objc.objc_getClass),
+        create_system_default_device=_address(metal.MTLCreateSystemDefaultDevice),
+        global_block_class=ctypes.addressof(c_void_p.in_dll(system, "_NSConcreteGlobalBlock")),
+        translated=_translated(system),
+    )
+
+
+def _translated(system: ctypes.CDLL) -> bool:
+    """Whether Rosetta runs this process.  Source: Apple, "About the Rosetta translation environment"."""
+    value, nbytes = c_int(0), c_ulong(ctypes.sizeof(c_int))
+    failed = system.sysctlbyname(
+        b"sysctl.proc_translated", ctypes.byref(value), ctypes.byref(nbytes), None, c_ulong(0)
+    )
+    # Macs that never translate do not know the name.
+    return failed == 0 and value.value == 1
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, c_void_p).value
+    assert address is not None
+    return address
+
+
+MESSAGES: dict[str, str] = {
+    # selector: type of the result, then of each argument behind receiver and selector
+    "UTF8String": "*",
+    "addAllocation:": "v@",
+    "alloc": "@",
+    "commit": "v",
+    "contents": "^v",
+    "drain": "v",
+    "endResidency": "v",
+    "hasUnifiedMemory": "Z",
+    "init": "@",
+    "length": "Q",
+    "maxBufferLength": "Q",
+    "name": "@",
+    "newBufferWithBytesNoCopy:length:options:deallocator:": "@^vQQ@?",
+    "newResidencySetWithDescriptor:error:": "@@^@",
+    "recommendedMaxWorkingSetSize": "Q",
+    "release": "v",
+    "removeAllAllocations": "v",
+    "requestResidency": "v",
+    "respondsToSelector:": "Z:",
+    "retain": "@",
+    "supportsFamily:": "Zq",
+}
+"""Every message this package sends, in Objective-C's type encoding (``Z`` is BOOL, as pyobjc writes it)."""
+
+_TYPES: dict[str, Any] = {
+    "@?": c_void_p,
+    "^v": c_void_p,
+    "^@": c_void_p,
+    "@": c_void_p,
+    ":": c_void_p,
+    "*": c_char_p,
+    "Z": c_bool,
+    "I": c_uint32,
+    "Q": c_ulong,
+    "q": c_long,
+    "v": None,
+}
+
+
+def _types(encoding: str) -> Iterator[Any]:
+    while encoding:
+        code = encoding[:2] if encoding[:2] in _TYPES else encoding[:1]
+        yield _TYPES[code]
+        encoding = encoding[len(code) :]
+
+
+@functools.cache
+def prototype(encoding: str) -> Callable[[int], Callable[..., Any]]:
+    """The C function type of a message.  Never variadic: on arm64 those pass their arguments elsewhere."""
+    result, *arguments = _types(encoding)
+    return ctypes.CFUNCTYPE(result, c_void_p, c_void_p, *arguments)
+
+
+class Messages:
+    """Sends the messages of a table (selector: encoding) through one runtime.
+
+    Python's lock is released while a message is on its way, so a deallocator on another thread can run.
+    """
+
+    def __init__(self, runtime: Runtime, table: dict[str, str]) -> None:
+        self._get_class = ctypes.CFUNCTYPE(c_void_p, c_char_p)(runtime.get_class)
+        register = ctypes.CFUNCTYPE(c_void_p, c_char_p)(runtime.sel_register_name)
+        self._selectors = {name: register(name.encode()) for name in table}
+        self._functions = {name: prototype(code)(runtime.msg_send) for name, code in table.items()}
+
+    def send(self, receiver: int, selector: str, *arguments: Any) -> Any:
+        """The result of ``[receiver selector: arguments]``; an object is its address, nil is None."""
+        return self._functions[selector](receiver, self._selectors[selector], *arguments)
+
+    def responds(self, receiver: int, selector: str) -> bool:
+        """Whether this version of the system knows the message."""
+        return bool(self.send(receiver, "respondsToSelector:", self._selectors[selector]))
+
+    def new(self, name: str) -> int | None:
+        """An object of a class, owned by the caller; None where the system has no such class."""
+        found = self._get_class(name.encode())
+        made: int | None = self.send(self.send(found, "alloc"), "init") if found else None
+        return made
+
+    @contextmanager
+    def pool(self) -> Iterator[None]:
+        """Whatever is autoreleased inside is released at the end, and not when the thread ends."""
+        pool = self.new("NSAutoreleasePool")
+        assert pool is not None
+        try:
+            yield
+        finally:
+            self.send(pool, "drain")
+
+
+def default_device(runtime: Runtime) -> int | None:
+    """The system's default MTLDevice, owned by the caller; None when there is none."""
+    device: int | None = ctypes.CFUNCTYPE(c_void_p)(runtime.create_system_default_device)()
+    return device
+
+
+def string_at(messages: Messages, string: int | None) -> str:
+    """The text of an NSString."""
+    text = messages.send(string, "UTF8String") if string else None
+    return text.decode(errors="replace") if text else ""
+
+
+def immortal(value: object) -> None:
+    """Keep a Python object for ever, also while the interpreter tears its modules down."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+class _Descriptor(ctypes.Structure):
+    _fields_ = (("reserved", c_ulong), ("nbytes", c_ulong), ("signature", c_char_p))
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (
+        ("isa", c_void_p),
+        ("flags", c_int),
+        ("reserved", c_int),
+        ("invoke", c_void_p),
+        ("descriptor", ctypes.POINTER(_Descriptor)),
+    )
+
+
+_IS_GLOBAL, _HAS_SIGNATURE = 1 << 28, 1 << 30
+# void (^)(void *pointer, NSUInteger length): 24 bytes of arguments; the block at 0, pointer at 8, length at 16.
+_SIGNATURE = b"v24@?0^v8Q16"
+_Invoke = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_ulong)
+
+
+class _Registry:
+    """What each live buffer stands on: the owners of a range of memory, by ``(address, nbytes)``.
+
+    Several buffers may stand on one range; which of their owners goes with which of them does not matter, because
+    each keeps the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.owners: dict[tuple[int, int], list[object]] = {}
+        self.blocks: dict[int, _Block] = {}
+        self._gone: deque[tuple[int, int]] = deque()
+        self._lock = threading.Lock()
+        gone, settle = self._gone, self.settle
+
+        # Bound to what it needs: while the interpreter ends, the names of this module are gone.
+        def invoke(block: int, address: int | None, nbytes: int) -> None:
+            gone.append((address or 0, nbytes))
+            settle()
+
+        self.invoke = _Invoke(invoke)
+        immortal(self)
+        atexit.register(self._retire)
+
+    def block(self, isa: int) -> int:
+        """Address of the one block for a runtime."""
+        with self._lock:
+            if isa not in self.blocks:
+                descriptor = _Descriptor(0, ctypes.sizeof(_Block), _SIGNATURE)
+                self.blocks[isa] = _Block(
+                    isa,
+                    _IS_GLOBAL | _HAS_SIGNATURE,
+                    0,
+                    _address(self.invoke),
+                    ctypes.pointer(descriptor),
+                )
+            return ctypes.addressof(self.blocks[isa])
+
+    def add(self, key: tuple[int, int], owner: object) -> None:
+        with self._lock:
+            self.owners.setdefault(key, []).append(owner)
+        self.settle()
+
+    def remove(self, key: tuple[int, int]) -> None:
+        self._gone.append(key)
+        self.settle()
+
+    def settle(self) -> None:
+        """Drop the owners of buffers that are gone.
+
+        Never waits: a deallocator may run anywhere, also inside this class, when a garbage collection releases a
+        buffer.  Whoever holds the lock does the work of those who found it taken.
+        """
+        dropped: list[object] = []
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                while self._gone:
+                    key = self._gone.popleft()
+                    owners = self.owners.get(key)
+                    if owners:
+                        dropped.append(owners.pop())
+                    if owners is not None and not owners:
+                        del self.owners[key]
+            finally:
+                self._lock.release()
+        # Outside the lock: the last owner unmaps the file.
+        dropped.clear()
+
+    def _retire(self) -> None:
+        """From now on dying buffers find a C function that does nothing, instead of an interpreter that has ended."""
+        with self._lock:
+            for block in self.blocks.values():
+                block.invoke = _address(ctypes.pythonapi.Py_IsInitialized)
+
+
+@functools.cache
+def _registry() -> _Registry:
+    return _Registry()
+
+
+def first_process() -> int:
+    """The process that Metal belongs to: the first that asks, and none that it forks."""
+    return _registry().pid
+
+
+def deallocator(runtime: Runtime) -> int:
+    """Address of the block to pass as deallocator: it drops what :func:`keep` was given."""
+    return _registry().block(runtime.global_block_class)
+
+
+def keep(address: int, nbytes: int, owner: object) -> None:
+    """Keep ``owner`` until a buffer over this range of memory is gone."""
+    _registry().add((address, nbytes), owner)
+
+
+def forget(address: int, nbytes: int) -> None:
+    """Undo :func:`keep`: there will be no buffer."""
+    _registry().remove((address, nbytes))
+
+
+def kept(address: int, nbytes: int) -> int:
+    """How many buffers over this range of memory still live, whoever holds them."""
+    return len(_registry().owners.get((address, nbytes), ()))

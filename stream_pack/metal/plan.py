@@ -1,0 +1,176 @@
+"""How a Mac will use a pack, foretold anywhere: the windows, what cannot be bound in place, what to beware of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.align import PAGE_NBYTES
+from stream_pack.index import Index
+from stream_pack.metal.rules import (
+    CONSTANT_ALIGNMENT,
+    IOS_HINT,
+    IOS_MAP_NBYTES,
+    MPS_DATA_TYPES,
+    NO_WINDOW,
+    OLD_NDARRAY_NBYTES,
+    plan_windows,
+)
+from stream_pack.reader.describe import printable
+from stream_pack.reader.pack import Pack
+from stream_pack.report import human_nbytes
+
+__all__ = ["MAX_BUFFER_LENGTH", "MetalPlan", "PlannedWindow", "Unbound", "plan_metal"]
+
+MAX_BUFFER_LENGTH = 7 << 29
+"""3.5 GiB: ``maxBufferLength`` of the smallest Macs with Apple silicon.  What serves them serves all."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWindow:
+    """One MTLBuffer, and the first and last of its ``tensors``.
+
+    Units: bytes; ``file_offset`` counts from the pack's first byte; both are multiples of the page.
+    """
+
+    file_offset: int
+    nbytes: int
+    tensors: int
+    first: str
+    last: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unbound:
+    """A tensor that cannot be used where it lies, and why."""
+
+    name: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetalPlan:
+    """What :func:`stream_pack.metal.open` will do with a pack.
+
+    ``mapped_nbytes``: of all windows together; ``copied_nbytes``: of the ``unbound`` tensors, which have to be copied
+    to be used at all. ``own_buffers``: how many tensors can have an MTLBuffer that begins with them.
+    """
+
+    path: str
+    max_buffer_length: int
+    tensors: int
+    windows: tuple[PlannedWindow, ...]
+    mapped_nbytes: int
+    copied_nbytes: int
+    own_buffers: int
+    unbound: tuple[Unbound, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """All fields, as values that the json module takes."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line for a person."""
+        count = len(self.windows)
+        text = (
+            f"Metal: {count} {'window' if count == 1 else 'windows'} of at most "
+            f"{human_nbytes(self.max_buffer_length)}, "
+            f"{human_nbytes(self.mapped_nbytes)} mapped, {human_nbytes(self.copied_nbytes)} copied"
+        )
+        if self.unbound:
+            text += f"; {len(self.unbound)} of {self.tensors} tensors cannot be used in place"
+        return text
+
+    def to_text(self) -> str:
+        """The windows and all there is to say, for a person."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for number, window in enumerate(self.windows):
+            names = printable(window.first)
+            if window.tensors > 1:
+                names += f" to {printable(window.last)} ({window.tensors} tensors)"
+            yield f"window {number}: {window.nbytes} bytes at {window.file_offset}: {names}"
+        for tensor in self.unbound:
+            yield f"not in place: {printable(tensor.name)}, {tensor.nbytes} bytes: {tensor.reason}"
+        for warning in self.warnings:
+            yield f"beware: {warning}"
+        yield (
+            f"{self.own_buffers} of {self.tensors} tensors can have a buffer of their own; working set: "
+            f"{human_nbytes(self.mapped_nbytes)} (Macs recommend some two thirds to three quarters of their memory)"
+        )
+        yield self.summary()
+
+
+def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> MetalPlan:
+    """Plan for a device with this ``maxBufferLength`` (in bytes).  No byte of the region is read.
+
+    Raises: LimitError for a limit below one page; RawPayloadError for a raw payload.
+    """
+    region_file_offset = pack.head.region_file_offset
+    index = pack.contents.index
+    nbytes = index.tensor_nbytes
+    held = nbytes > 0
+    placed = pack.offset % PAGE_NBYTES == 0
+    plan = plan_windows(
+        index.offsets,
+        nbytes if placed else np.zeros_like(nbytes),
+        max_buffer_length=max_buffer_length,
+    )
+    outside = np.flatnonzero(held & (plan.of == NO_WINDOW)).tolist()
+    reason = (
+        f"too large for a buffer of at most {max_buffer_length} bytes"
+        if placed
+        else f"alignment: the pack begins at byte {pack.offset} of its file, not at a multiple of {PAGE_NBYTES}"
+    )
+    windows = []
+    for window, (begin, end) in enumerate(zip(plan.begins.tolist(), plan.ends.tolist())):
+        tensors = plan.tensors(window)
+        first, last = index.name(int(tensors[0])), index.name(int(tensors[-1]))
+        windows.append(
+            PlannedWindow(region_file_offset + begin, end - begin, len(tensors), first, last)
+        )
+    return MetalPlan(
+        path=pack.path,
+        max_buffer_length=max_buffer_length,
+        tensors=len(index),
+        windows=tuple(windows),
+        mapped_nbytes=sum(window.nbytes for window in windows),
+        copied_nbytes=int(nbytes[outside].sum()),
+        own_buffers=int(((plan.of != NO_WINDOW) & (index.offsets % PAGE_NBYTES == 0)).sum()),
+        unbound=tuple(Unbound(index.name(t), int(nbytes[t]), reason) for t in outside),
+        warnings=tuple(_warnings(index, held)),
+    )
+
+
+def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
+    def some(tensors: NDArray[np.bool_]) -> str:
+        which = np.flatnonzero(tensors)
+        more = f" and {len(which) - 1} more" if len(which) > 1 else ""
+        return f"{printable(index.name(int(which[0])))}{more}"
+
+    nbytes = index.tensor_nbytes
+    long = nbytes >= OLD_NDARRAY_NBYTES
+    if long.any():
+        yield f"4 GiB or more: MPS aborts before macOS 15 ({some(long)})"
+    for number, dtype in enumerate(index.dtype_names):
+        tensors = index.tensor_dtypes == number
+        if not tensors.any():
+            continue
+        if dtype not in MPS_DATA_TYPES:
+            yield f"MPS has no {dtype}: only kernels of your own can use it ({some(tensors)})"
+        elif dtype == "bfloat16":
+            yield f"bfloat16 needs macOS 14 ({some(tensors)})"
+    loose = held & (index.offsets % CONSTANT_ALIGNMENT != 0)
+    if loose.any():
+        yield (
+            f"not at a multiple of {CONSTANT_ALIGNMENT}, which Macs without Apple silicon want in constant space "
+            f"({some(loose)})"
+        )
+    if int(nbytes.sum()) > IOS_MAP_NBYTES:
+        yield IOS_HINT

@@ -1,0 +1,210 @@
+"""What Metal asks of memory, as arithmetic: windows, checks, and the names of dtypes.
+
+Pure: nothing here knows a device, a file or the Objective-C runtime, so a plan for a Mac can be made and checked
+anywhere.
+
+Source: Apple's documentation of ``newBufferWithBytesNoCopy:length:options:deallocator:`` (pointer and length are
+multiples of the page, one VM region, at most ``maxBufferLength``) and of ``MPSDataType``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.align import PAGE_NBYTES, align_up
+from stream_pack.errors import AlignmentError, LimitError, MetalBufferError, TensorTooLarge
+
+__all__ = [
+    "CONSTANT_ALIGNMENT",
+    "IOS_HINT",
+    "IOS_MAP_NBYTES",
+    "MPS_DATA_TYPES",
+    "NO_WINDOW",
+    "OLD_NDARRAY_NBYTES",
+    "Windows",
+    "check_limit",
+    "check_range",
+    "plan_windows",
+    "too_large",
+]
+
+NO_WINDOW = -1
+"""The window of a tensor that has none: it has no bytes, or more than a buffer may have."""
+
+CONSTANT_ALIGNMENT = 256
+"""Of an offset in ``setBuffer:offset:atIndex:``, constant space, on Macs without Apple silicon.  (Device space wants
+the alignment of the element, at most 16, which every tensor of a pack has.)"""
+
+OLD_NDARRAY_NBYTES = 1 << 32
+"""From this length on MPSNDArray aborts, on systems before macOS 15: its lengths had 32 bits."""
+
+IOS_MAP_NBYTES = 2 << 30
+"""About what an app may map on iOS without an entitlement."""
+
+IOS_HINT = (
+    "on iOS an app that maps more than about 2 GiB needs the entitlements "
+    "com.apple.developer.kernel.extended-virtual-addressing and "
+    "com.apple.developer.kernel.increased-memory-limit"
+)
+
+MPS_DATA_TYPES: dict[str, int] = {
+    "bool": 0x8000_0008,
+    "uint8": 0x8,
+    "int8": 0x2000_0008,
+    "uint16": 0x10,
+    "int16": 0x2000_0010,
+    "uint32": 0x20,
+    "int32": 0x2000_0020,
+    "uint64": 0x40,
+    "int64": 0x2000_0040,
+    "float16": 0x1000_0010,
+    "bfloat16": 0x9000_0010,  # from macOS 14 on
+    "float32": 0x1000_0020,
+    "complex32": 0x1100_0020,
+    "complex64": 0x1100_0040,
+    "int4": 0x2000_0004,
+    "uint4": 0x4,
+}
+"""MPSDataType of each dtype that MPS has.  The low byte counts bits; signed 0x20000000, float 0x10000000, complex
+0x01000000, another encoding of the same bits 0x80000000.  (ExecuTorch's enum of the same name has other numbers.)"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """The buffers that cover some tensors: window ``w`` is ``[begins[w], ends[w])``.
+
+    ``of`` is the window of each tensor, :data:`NO_WINDOW` for one without bytes or too large for any.  ``order`` has
+    the numbers of the others, window by window; ``order_ends`` are prefix sums of how many each window has.
+
+    Units: bytes, counted as the offsets that were planned; every begin and end is a multiple of the page.
+    """
+
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    of: NDArray[np.int64]
+    order: NDArray[np.int64]
+    order_ends: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def tensors(self, window: int) -> NDArray[np.int64]:
+        """The numbers of the tensors in a window."""
+        begin = int(self.order_ends[window - 1]) if window else 0
+        return self.order[begin : int(self.order_ends[window])]
+
+
+def check_limit(max_buffer_length: int) -> int:
+    """The largest nbytes a window may have: whole pages.  Raises: LimitError below one page."""
+    if max_buffer_length < PAGE_NBYTES:
+        raise LimitError(
+            f"buffers of at most {max_buffer_length} bytes: expected at least one page of {PAGE_NBYTES}",
+            value=max_buffer_length,
+            limit=PAGE_NBYTES,
+        )
+    return max_buffer_length & -PAGE_NBYTES
+
+
+def plan_windows(
+    offsets: NDArray[np.int64], nbytes: NDArray[np.int64], *, max_buffer_length: int
+) -> Windows:
+    """Few windows, each at most ``max_buffer_length`` long, so that every tensor lies whole in one.
+
+    Greedy, which no plan that keeps the order can beat: a window starts at the page of its first tensor and takes
+    tensors while the page where they end still fits.  Two neighbours may share one page, which is then in both.
+    Tensors may come in any order and lie inside one another.
+
+    Units: bytes; offsets from a point that is page-aligned in memory.
+    Cost: one sort, and a binary search a window: a few milliseconds for 100,000 tensors.
+    Raises: LimitError for a limit below one page.
+    """
+    limit = check_limit(max_buffer_length)
+    pages = offsets & -PAGE_NBYTES
+    of = np.full(len(offsets), NO_WINDOW, np.int64)
+    fits = np.flatnonzero((nbytes > 0) & (align_up(offsets + nbytes, PAGE_NBYTES) - pages <= limit))
+    order = fits[np.argsort(offsets[fits], kind="stable")]
+    starts = pages[order].tolist()
+    # A tensor that opens a window ends behind all before it (had another reached as far, this one would have
+    # fitted with it), so one running maximum serves all windows.
+    reach = np.maximum.accumulate(align_up(offsets[order] + nbytes[order], PAGE_NBYTES)).tolist()
+    begins: list[int] = []
+    ends: list[int] = []
+    order_ends: list[int] = []
+    at = 0
+    while at < len(starts):
+        begin = starts[at]
+        at = bisect_right(reach, begin + limit, lo=at)
+        begins.append(begin)
+        ends.append(reach[at - 1])
+        order_ends.append(at)
+    ends_of_windows = np.array(order_ends, np.int64)
+    of[order] = np.searchsorted(ends_of_windows, np.arange(len(order)), side="right")
+    return Windows(
+        begins=np.array(begins, np.int64),
+        ends=np.array(ends, np.int64),
+        of=of,
+        order=order,
+        order_ends=ends_of_windows,
+    )
+
+
+def too_large(tensors: tuple[str, ...], *, nbytes: int, max_buffer_length: int) -> TensorTooLarge:
+    """The error for tensors that fit into no buffer; ``nbytes`` is that of the first, the largest."""
+    also = f" (and {len(tensors) - 1} more tensors)" if len(tensors) > 1 else ""
+    return TensorTooLarge(
+        f"tensor {tensors[0]!r}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, exceed the "
+        f"{max_buffer_length} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
+        "matrix of a fused projection), or use a machine with more memory, whose limit is higher",
+        tensors=tensors,
+        nbytes=nbytes,
+        limit=max_buffer_length,
+    )
+
+
+def check_range(
+    address: int,
+    nbytes: int,
+    *,
+    memory: tuple[int, int],
+    page_nbytes: int,
+    max_buffer_length: int,
+) -> None:
+    """Prove, before Metal is asked, that a range of memory can be an MTLBuffer without a copy.
+
+    Newer systems accept much of what the documentation forbids, and fail later or elsewhere.  ``memory`` is the
+    mapping that the range must lie in: half-open, in addresses.
+
+    Raises: MetalBufferError for an empty range, one outside ``memory``, or one longer than ``max_buffer_length``;
+    AlignmentError.
+    """
+    if nbytes <= 0:
+        raise MetalBufferError(
+            f"an MTLBuffer of {nbytes} bytes: Metal has none; a tensor without bytes needs no buffer",
+            address=address,
+            nbytes=nbytes,
+        )
+    for what, value in (("address", address), ("length", nbytes)):
+        if value % page_nbytes:
+            raise AlignmentError(
+                f"the {what} {value:#x} is not a multiple of the page ({page_nbytes} bytes), as memory of an MTLBuffer "
+                "must be; map the file from a page boundary, and round up to one",
+                value=value,
+                alignment=page_nbytes,
+            )
+    begin, end = memory
+    if address < begin or address > end or nbytes > end - address:
+        raise MetalBufferError(
+            f"bytes {address:#x} to {address + nbytes:#x} are not inside the mapping ({begin:#x} to {end:#x})",
+            address=address,
+            nbytes=nbytes,
+        )
+    if nbytes > max_buffer_length:
+        raise MetalBufferError(
+            f"an MTLBuffer of {nbytes} bytes: the device allows {max_buffer_length}; take several windows",
+            address=address,
+            nbytes=nbytes,
+        )

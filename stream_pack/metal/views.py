@@ -1,0 +1,71 @@
+"""Tensors as Metal binds them: a buffer, and an offset in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stream_pack.errors import MetalBufferError, UnsupportedDtype
+from stream_pack.metal.device import Buffer
+from stream_pack.metal.rules import MPS_DATA_TYPES
+
+if TYPE_CHECKING:
+    from stream_pack.metal.weights import Weights
+
+__all__ = ["MetalView", "no_buffer"]
+
+
+def no_buffer(name: str, shape: tuple[int, ...]) -> MetalBufferError:
+    """The error for a tensor of 0 bytes."""
+    return MetalBufferError(
+        f"tensor {name!r} of shape {list(shape)} has no bytes, so no MTLBuffer: do not bind it",
+        nbytes=0,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MetalView:
+    """A tensor of a pack, as Metal binds it: ``setBuffer(view.buffer.pointer, view.offset, index)``.
+
+    Units: bytes; ``offset`` counts from the first byte of :attr:`buffer`, which is where Metal wants it from.
+    Copies: none.
+    Lifetime: the view holds the buffer, the buffer holds the memory.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int
+    _buffer: Buffer | None
+    _weights: Weights
+
+    def __repr__(self) -> str:
+        place = f"{self.nbytes} bytes at {self.offset} of {self._buffer}"
+        return f"<MetalView {self.name!r} {self.dtype} {list(self.shape)}, {place}>"
+
+    @property
+    def buffer(self) -> Buffer:
+        """The MTLBuffer that the tensor lies in, with others.
+
+        Raises: MetalBufferError for a tensor of 0 bytes, because Metal has no buffer for that.
+        """
+        if self._buffer is None:
+            raise no_buffer(self.name, self.shape)
+        return self._buffer
+
+    def own_buffer(self) -> Buffer:
+        """See :meth:`Weights.own_buffer`."""
+        return self._weights.own_buffer(self.name)
+
+    @property
+    def mps_dtype(self) -> int:
+        """The MPSDataType (bfloat16 needs macOS 14).  Raises: UnsupportedDtype where MPS has none."""
+        if self.dtype not in MPS_DATA_TYPES:
+            raise UnsupportedDtype(
+                f"tensor {self.name!r} is {self.dtype}, which MPS does not have; cast it before it is packed, or let "
+                "your own kernel read the bytes from the buffer",
+                tensor=self.name,
+                dtype=self.dtype,
+            )
+        return MPS_DATA_TYPES[self.dtype]
