@@ -22,6 +22,14 @@ torch.save(torch.load("model.pt"), sys.stdout.buffer)
 """
 
 
+# Where there is no Metal, the tests' stand-in for its runtime serves.
+METAL = """
+from stream_pack.metal import objc
+from tests.metal.standin import StandIn
+objc.native = lambda standin=StandIn(): standin.runtime
+"""
+
+
 def put_program(folder: Path, name: str, script: str) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -42,10 +50,13 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     put_program(programs, "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     put_program(programs, "ssh", '#!/bin/sh\nshift\nexec "$@"\n')
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    environment["PYTHONPATH"] = str(ROOT)
     commands = {"sh": ["bash", "-e", "-o", "pipefail", "-c"], "python": ["python", "-c"]}
     for language, block in BLOCKS:
         if language == "text":
             continue
+        if "stream_pack.metal" in block and language == "python" and sys.platform != "darwin":
+            block = METAL + block
         result = subprocess.run(
             [*commands[language], block],
             cwd=tmp_path,
