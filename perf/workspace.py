@@ -105,4 +105,6 @@ def environment(**variables: Path) -> dict[str, str]:
 
 def shell(script: str, **paths: Path) -> None:
     """Run a line of shell, whose variables are ``paths``."""
-    subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], env=environment(**paths), check=True)
+    subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", script], env=environment(**paths), check=True
+    )

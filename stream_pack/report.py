@@ -20,6 +20,10 @@ def human_nbytes(nbytes: float) -> str:
     return f"{nbytes:.{digits}f} {unit}"
 
 
+def _tensors(count: int) -> str:
+    return f"{count} tensor" if count == 1 else f"{count} tensors"
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What was written, and why it has another length than what was read.
@@ -77,9 +81,8 @@ class Report:
         casts = "".join(f", {count} {kind}" for kind, count in self.casts.items())
         spool = f", {human_nbytes(self.spool_nbytes)} spooled" if self.spool_nbytes else ""
         rate = human_nbytes(self.target_nbytes / self.seconds) if self.seconds else "-"
-        plural = "tensor" if self.tensors == 1 else "tensors"
         return (
-            f"{self.tensors} {plural}, {human_nbytes(self.source_nbytes)} in, {human_nbytes(self.target_nbytes)} out "
+            f"{_tensors(self.tensors)}, {human_nbytes(self.source_nbytes)} in, {human_nbytes(self.target_nbytes)} out "
             f"({', '.join(why)}){casts}{spool}, {self.seconds:.2f} s, {rate}/s, root {self.checksum:016x}, "
             f"{self.source_kind}: {self.verification}"
         )
@@ -131,9 +134,9 @@ class Forecast:
         ]
         digits = max(len(str(nbytes)) for _, nbytes in rows)
         lines = [
-            f"{self.tensors} tensors, {self.tied} of them tied or views, in {self.buffers} buffers"
+            f"{_tensors(self.tensors)}, {self.tied} of them tied or views, in {self.buffers} buffers"
         ]
-        lines += [f"cast {kind}: {count} tensors" for kind, count in self.casts.items()]
+        lines += [f"cast {kind}: {_tensors(count)}" for kind, count in self.casts.items()]
         lines += [f"{what:<32}{nbytes:>{digits}}  {human_nbytes(nbytes)}" for what, nbytes in rows]
         return "\n".join(lines)
 

@@ -180,6 +180,8 @@ def _zip_kind(entry: str) -> Kind:
         return Kind.TORCH_SCRIPT
     if record.startswith(("data/weights/", "data/constants/", "models/", "archive_")):
         return Kind.TORCH_EXPORT
+    if not record and entry.endswith("/"):
+        return Kind.TORCH_ZIP  # an unpacked archive that was zipped again, its folder first; or anything else
     # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
     # was zipped again in another order.
     return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP

@@ -104,7 +104,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert main(["convert", "--dry-run", str(source), str(target), "--dtype", "*w=f16"]) == 0
     text = capfd.readouterr().out
     assert text.startswith("3 tensors")
-    assert "cast float32 -> float16: 1 tensors" in text
+    assert "cast float32 -> float16: 1 tensor\n" in text
     assert "peak memory" in text
     assert sorted(os.listdir(source.parent)) == before
 

@@ -73,3 +73,12 @@ def test_json_has_every_field() -> None:
     json = REPORT.to_json()
     assert set(json) == {field.name for field in dataclasses.fields(Report)}
     assert json["checksum"] == "0000000000000abc"
+
+
+def test_the_summary_tells_of_casts_and_which_way_they_went() -> None:
+    narrowed = dataclasses.replace(REPORT, cast_nbytes=-2048, casts={"float32 -> bfloat16": 290})
+    assert "2.00 KiB less by casts" in narrowed.summary()
+    assert ", 290 float32 -> bfloat16," in narrowed.summary()
+    widened = dataclasses.replace(REPORT, cast_nbytes=2048, casts={"float16 -> float32": 1})
+    assert "2.00 KiB more by casts" in widened.summary()
+    assert "by casts" not in REPORT.summary()

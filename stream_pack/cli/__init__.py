@@ -52,6 +52,7 @@ _PATH_ERRNOS = frozenset(
         errno.EISDIR,
         errno.ELOOP,
         errno.ENAMETOOLONG,
+        errno.ENODEV,
         errno.ENOENT,
         errno.ENOTDIR,
         errno.ENXIO,

@@ -36,6 +36,9 @@ class Arguments:
     command: str
     source: str
     target: str = STANDARD
+    key: tuple[str, ...] = ()
+    ignore_unknown: bool = False
+    list_keys: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     rename: tuple[str, ...] = ()
@@ -67,12 +70,15 @@ class Arguments:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Parse.  Raises: SystemExit, after printing help, the version, or what is wrong."""
-    namespace = _parser().parse_args(argv)
+    parser = _parser()
+    namespace = parser.parse_args(argv)
     values = {name: value for name, value in vars(namespace).items() if value is not None}
     # What was given several times is a list by now.
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
+    if namespace.command == "convert" and namespace.target is None and not namespace.list_keys:
+        parser.error("TARGET is missing: name a file, or - for stdout")
     return Arguments(**values)
 
 
@@ -104,11 +110,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Write a pack from a torch.save archive, a safetensors file or another pack. "
+        "Write a pack from a checkpoint: a file of torch.save, safetensors, GGUF or another pack, or a folder "
+        "(Hugging Face shards, Llama shards, a torch.distributed checkpoint, an mmap-ninja array). "
         "A target file is replaced only when the pack is complete."
     )
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint; - reads stdin")
-    parser.add_argument("target", metavar="TARGET", help="the pack; - writes stdout")
+    parser.add_argument("target", metavar="TARGET", nargs="?", help="the pack; - writes stdout")
+    _nesting(parser)
     _selection(parser)
     parser.add_argument(
         "--metadata",
@@ -159,6 +167,30 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     _jobs(parser)
     _json(parser, "print the report as JSON: on stdout, or on stderr when TARGET is -")
     _quiet(parser, "no progress, no summary: only errors")
+
+
+def _nesting(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_argument_group(
+        "what a training loop has saved beside the model",
+        "A flat state dict is taken as it is. Of nested ones, that under state_dict, model or model_state_dict is "
+        "taken if exactly one of these holds tensors; otherwise --key has to say which.",
+    )
+    which.add_argument(
+        "--key",
+        metavar="KEY",
+        action="append",
+        help="take what stands under this key; a.b, or --key a --key b: under b in a; . takes everything",
+    )
+    which.add_argument(
+        "--list-keys",
+        action="store_true",
+        help="print which keys hold tensors, how many and how large, and write nothing",
+    )
+    which.add_argument(
+        "--ignore-unknown",
+        action="store_true",
+        help="leave out objects that only code could rebuild, and what they hold, instead of refusing",
+    )
 
 
 def _selection(parser: argparse.ArgumentParser) -> None:

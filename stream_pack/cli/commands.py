@@ -14,6 +14,7 @@ from stream_pack.errors import LimitError
 
 if TYPE_CHECKING:
     from stream_pack.align import Alignment
+    from stream_pack.writer.nesting import Key
 
 __all__ = ["convert", "inspect", "verify"]
 
@@ -21,6 +22,8 @@ __all__ = ["convert", "inspect", "verify"]
 class _Choices(TypedDict):
     """What :func:`stream_pack.convert` and :func:`stream_pack.forecast` are told alike."""
 
+    key: Key
+    ignore_unknown: bool
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     rename: tuple[str, ...]
@@ -37,6 +40,8 @@ class _Choices(TypedDict):
 def convert(arguments: Arguments, standard: Standard) -> int:
     """Write a pack, and say what came of it."""
     source = standard.source() if arguments.source == STANDARD else arguments.source
+    if arguments.list_keys:
+        return _list_keys(source, arguments, standard)
     target: str | int = arguments.target
     if target == STANDARD and not arguments.dry_run:
         target = standard.target()
@@ -56,6 +61,8 @@ def convert(arguments: Arguments, standard: Standard) -> int:
         raise UsageError(str(error)) from None
 
     choices: _Choices = {
+        "key": _key(arguments.key),
+        "ignore_unknown": arguments.ignore_unknown,
         "include": arguments.include,
         "exclude": arguments.exclude,
         "rename": arguments.rename,
@@ -89,6 +96,30 @@ def convert(arguments: Arguments, standard: Standard) -> int:
     elif not arguments.quiet:
         note(f"{arguments.object}: {report.summary()}")
     return DONE
+
+
+def _list_keys(source: str | int, arguments: Arguments, standard: Standard) -> int:
+    """Say what the checkpoint nests where."""
+    from dataclasses import asdict
+
+    from stream_pack.writer.open_source import list_keys
+    from stream_pack.writer.outline import outline_text
+    from stream_pack.writer.spool import Spool
+
+    spool = None if arguments.spool_dir is None else Spool(arguments.spool_dir)
+    rows = list_keys(source, spool=spool)
+    if arguments.json:
+        standard.write(json.dumps([asdict(row) for row in rows]))
+    else:
+        standard.write("\n".join(map(printable, outline_text(rows).split("\n"))))
+    return DONE
+
+
+def _key(steps: tuple[str, ...]) -> Key:
+    """One key may be a dotted path; several are its steps."""
+    if not steps:
+        return None
+    return steps[0] if len(steps) == 1 else steps
 
 
 def inspect(arguments: Arguments, standard: Standard) -> int:

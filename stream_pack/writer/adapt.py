@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_pack.catalog import Catalog
 from stream_pack.dtypes import BITS
@@ -63,6 +62,9 @@ class AdaptedSource(Source):
     def spool_nbytes(self) -> int:
         return self._source.spool_nbytes
 
+    def spool_for(self, requests: Requests) -> int:
+        return self._source.spool_for(self._asked(requests))
+
     @property
     def chooses_order(self) -> bool:
         return self._source.chooses_order
@@ -87,19 +89,23 @@ class AdaptedSource(Source):
         self._source.close()
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        pieces = self._source.stream(self._asked(requests), options)
         if self._casts is None:
-            return self._source.stream(requests, options)
-        return self._stream_cast(requests, options, self._casts)
+            return pieces
+        return self._cast(pieces, requests, self._casts, options.chunk_nbytes)
 
-    def _stream_cast(
-        self, requests: Requests, options: StreamOptions, casts: CastStorages
+    def _asked(self, requests: Requests) -> Requests:
+        """What to ask the source for."""
+        return requests if self._casts is None else _uncast(requests, self._casts)
+
+    def _cast(
+        self, pieces: Iterator[Piece], requests: Requests, casts: CastStorages, chunk_nbytes: int
     ) -> Iterator[Piece]:
-        rows = requests.storages - casts.first
-        asked = _uncast(requests, rows, casts)
+        rows = (requests.storages - casts.first).tolist()
+        left = _uncast(requests, casts).nbytes.tolist()
         streams: dict[int, CastStream] = {}
-        left = asked.nbytes.copy()
-        for buffer, chunk in self._source.stream(asked, options):
-            row = int(rows[buffer])
+        for buffer, chunk in pieces:
+            row = rows[buffer]
             if row < 0:
                 yield buffer, chunk
                 continue
@@ -111,7 +117,7 @@ class AdaptedSource(Source):
                     target,
                     skip=int(requests.starts[buffer]) % int(_ELEMENT_NBYTES[target]),
                     nbytes=int(requests.nbytes[buffer]),
-                    chunk_nbytes=options.chunk_nbytes,
+                    chunk_nbytes=chunk_nbytes,
                 )
             for part in stream.feed(chunk):
                 yield buffer, part
@@ -120,8 +126,9 @@ class AdaptedSource(Source):
                 del streams[buffer]
 
 
-def _uncast(requests: Requests, rows: NDArray[np.int64], casts: CastStorages) -> Requests:
-    """What to ask the source for: of a cast storage, the elements that the bytes requested are made from."""
+def _uncast(requests: Requests, casts: CastStorages) -> Requests:
+    """The same bytes before the cast: of a cast storage, the elements that they are made from."""
+    rows = requests.storages - casts.first
     cast = np.flatnonzero(rows >= 0)
     made = rows[cast]
     old, new = _ELEMENT_NBYTES[casts.sources[made]], _ELEMENT_NBYTES[casts.targets[made]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias
 
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
@@ -14,6 +15,7 @@ from stream_pack.report import Forecast, Report
 from stream_pack.writer.adapt import Adaptation, adapted
 from stream_pack.writer.cast_plan import cast_rules
 from stream_pack.writer.forecast import forecast_pack
+from stream_pack.writer.nesting import Key
 from stream_pack.writer.open_source import Convertible, open_source
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
 from stream_pack.writer.select import Order, Rename, Selection
@@ -33,6 +35,8 @@ def convert(
     source: Convertible,
     target: str | os.PathLike[str] | int | BinaryWriter,
     *,
+    key: Key = None,
+    ignore_unknown: bool = False,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Renaming | Iterable[Renaming] | None = None,
@@ -51,9 +55,19 @@ def convert(
     r"""Pack a checkpoint, in one pass and constant memory.
 
     ``source``: a path, a descriptor or binary file object (a pipe will do), a mapping of names to
-    torch tensors or NumPy arrays, or a module.  Formats: torch.save archives, safetensors, packs.
+    torch tensors or NumPy arrays, or a module.  Formats: torch.save (both of its formats), safetensors, GGUF, packs.
+    A path may also be a folder, or its index: Hugging Face shards, Llama shards with params.json, a torch.distributed
+    checkpoint, an mmap-ninja array.
     ``target``: a path, which is replaced only when the pack is complete and on disk, or a
     descriptor or binary file object, which is written in order and never closed.
+
+    ``key``: which of the dicts that a torch.save checkpoint nests.  ``"a.b"`` or ``["a", "b"]`` is what stands under
+    ``b`` in what stands under ``a`` (a key that holds a dot comes before the two that it could be cut into; items of
+    lists have their number as a key); ``"."`` is all of it.  By default a flat state dict is taken as it is, else what
+    stands under ``state_dict``, ``model`` or ``model_state_dict`` if exactly one of these holds tensors, which the
+    report then says; else the checkpoint is refused.  Below the chosen dict, names are joined by dots.
+    ``ignore_unknown``: leave out objects in the checkpoint that only code could rebuild, with whatever they hold; the
+    report says which.  Without it they are a reason to refuse.  No code of a checkpoint is ever run.
 
     ``include``, ``exclude``: globs over whole names of the source; case counts.  A tensor is taken
     if one of ``include`` matches, or there are none, and none of ``exclude`` does.
@@ -83,7 +97,12 @@ def convert(
     _check_counts(jobs, chunk_nbytes)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
-    with open_source(source) as opened, open_sink(target) as sink:
+    with ExitStack() as stack:
+        sink = stack.enter_context(open_sink(target))
+        spool = Spool(sink.folder or spool_dir)
+        opened = stack.enter_context(
+            open_source(source, key=key, ignore_unknown=ignore_unknown, spool=spool)
+        )
         return write_pack(
             adapted(opened, adaptation),
             sink,
@@ -91,7 +110,7 @@ def convert(
             metadata=metadata or {},
             chunk_nbytes=chunk_nbytes,
             jobs=jobs or default_jobs(),
-            spool=Spool(sink.folder or spool_dir),
+            spool=spool,
             progress=progress,
             max_memory=max_memory,
         )
@@ -101,6 +120,8 @@ def forecast(
     source: Convertible,
     *,
     to_stream: bool = False,
+    key: Key = None,
+    ignore_unknown: bool = False,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
     rename: Renaming | Iterable[Renaming] | None = None,
@@ -122,7 +143,7 @@ def forecast(
     _check_counts(jobs, chunk_nbytes)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
-    with open_source(source) as opened:
+    with open_source(source, key=key, ignore_unknown=ignore_unknown) as opened:
         return forecast_pack(
             adapted(opened, adaptation),
             policy=policy,

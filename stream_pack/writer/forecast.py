@@ -97,11 +97,10 @@ def spool_needed(source: Source, catalog: Catalog, layout: Layout, *, in_order: 
     ``in_order``: the pack goes into a stream, so what a pipe brings before its turn has to wait.  A pipe is taken to
     bring one storage after the other, each from its start; one that does not will take more.
     """
+    gathering = source.spool_for(requests_of(layout))
     if not in_order or source.chooses_order:
-        return source.spool_nbytes
-    return source.spool_nbytes + _waiting_nbytes(
-        _arrival(catalog, layout), layout.index.buffer_nbytes
-    )
+        return gathering
+    return gathering + _waiting_nbytes(_arrival(catalog, layout), layout.index.buffer_nbytes)
 
 
 def warnings_of(catalog: Catalog) -> tuple[str, ...]:

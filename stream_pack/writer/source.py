@@ -98,6 +98,10 @@ class Source(abc.ABC):
         """Disk space that :meth:`stream` will need at its peak, known before the first byte."""
         return 0
 
+    def spool_for(self, requests: Requests) -> int:
+        """What of :attr:`spool_nbytes` is needed if only this is requested."""
+        return self.spool_nbytes
+
     @property
     def chooses_order(self) -> bool:
         """Whether it can give the buffers in any order; a pipe cannot."""

@@ -28,20 +28,25 @@ class Spool:
         self._nbytes = 0
         self.peak_nbytes = 0
 
-    def require(self, *, why: str, nbytes: int) -> str | os.PathLike[str]:
-        """The folder; ``why`` and ``nbytes``, the most that may be needed, go into the refusal.
+    def require(self, *, why: str, nbytes: int | None) -> str | os.PathLike[str]:
+        """The folder; ``why`` and ``nbytes``, the most that may be needed if that is known, go into the refusal.
 
         Raises: LimitError when there is none.
         """
         if self._folder is None:
+            much = (
+                "disk space for all of it"
+                if nbytes is None
+                else f"up to {nbytes} bytes of disk space"
+            )
             raise LimitError(
-                f"{why}: this needs up to {nbytes} bytes of disk space for a while, and a stream target has "
+                f"{why}: this needs {much} for a while, and a stream target has "
                 "no folder beside it; name one with --spool-dir (spool_dir=)",
                 value=nbytes,
             )
         return self._folder
 
-    def open(self, *, why: str, nbytes: int) -> SpoolFile:
+    def open(self, *, why: str, nbytes: int | None) -> SpoolFile:
         """A new, empty spool file.  Raises: as :meth:`require`."""
         return SpoolFile(self, self.require(why=why, nbytes=nbytes))
 

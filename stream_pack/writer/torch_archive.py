@@ -3,7 +3,7 @@
 Record order: ``data.pkl``, a few small records, the storages, a few small records, the directory.  One pass is enough.
 The directory comes last and is compared with all that has passed; nothing is believed because it says so.  Only
 where ``data.pkl`` is not the first record (another program has packed the archive again) the directory is used to find
-it, which takes a file.
+it, which takes a file.  Such programs also compress: deflated records are read in the order of the archive only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
 )
 from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.inflate import Inflated
 from stream_pack.writer.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_container import Data, End, Event
 from stream_pack.writer.torch_globals import Storage, TorchObjects
 from stream_pack.writer.unpickler import Unpickler
 from stream_pack.writer.zip_records import (
+    DEFLATED,
+    STORED,
     DirectoryEntry,
     LocalHeader,
     find_directory,
@@ -33,7 +37,7 @@ from stream_pack.writer.zip_records import (
     shown,
 )
 
-__all__ = ["Data", "End", "Event", "TorchArchive"]
+__all__ = ["TorchArchive", "is_pickle"]
 
 PICKLE = "data.pkl"
 STORAGES = "data/"
@@ -43,31 +47,6 @@ SMALL = {BYTEORDER, "version", ".format_version", ".storage_alignment", ".data/s
 SMALL_NBYTES = 65536
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Data:
-    """The next bytes of a record; ``storage`` is None if it holds none.
-
-    ``fresh``: they count for the record's CRC-32.  Not so where a part of a storage is read once more.
-    """
-
-    chunk: memoryview | bytes
-    storage: Storage | None = None
-    fresh: bool = True
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class End:
-    """A record is complete.  ``crc`` is what the archive says its CRC-32 is; ``payload`` is where it began."""
-
-    name: str
-    crc: int
-    payload: int
-    storage: Storage | None = None
-
-
-Event = Data | End
-
-
 @dataclass(frozen=True, slots=True)
 class _Record:
     """A record that has passed.  Units: bytes from the archive's start, of its header and of its payload."""
@@ -75,7 +54,9 @@ class _Record:
     position: int
     payload: int
     nbytes: int
+    packed_nbytes: int
     crc: int
+    method: int
 
 
 class TorchArchive:
@@ -92,6 +73,8 @@ class TorchArchive:
         self._flatten = flatten
         self._records: dict[str, _Record] = {}
         self._pickle_nbytes = 0
+        self._packed_nbytes = 0  # of the record that has just been read
+        self._deflated = False
         self._byteorder = b"little"  # what no byteorder record means
         self._storages_seen = 0
         self.storages: dict[str, Storage] = {}
@@ -99,26 +82,33 @@ class TorchArchive:
         self.verified = 0
         self.unverified = 0
         first = read_local_header(stream)
-        if first is not None and _is_pickle(first.name):
+        if first is not None and is_pickle(first.name):
             self._prefix = first.name.removesuffix(PICKLE)
             self.state_dict, self.storages = self._read_pickle(first)
             self._next = self._read_small()
         else:
             directory = self._read_directory_first(first)
-            name = next(filter(_is_pickle, directory))
+            name = next(filter(is_pickle, directory))
             self._prefix = name.removesuffix(PICKLE)
             self.state_dict, self.storages = self._read_pickle(self._header_of(directory[name]))
             byteorder = directory.get(self._prefix + BYTEORDER)
             if byteorder is not None:
                 self._drain(self._read_record(self._header_of(byteorder), SMALL_NBYTES))
+            self._deflated |= any(entry.method == DEFLATED for entry in directory.values())
             self._records.clear()
             stream.seek(0)
             self._next = read_local_header(stream)
+        self._deflated |= self._next is not None and self._next.deflated
 
     @property
     def big_endian(self) -> bool:
         """Whether multi-byte elements have their most significant byte first."""
         return self._byteorder == b"big"
+
+    @property
+    def seekable(self) -> bool:
+        """Whether every storage lies as it is in a regular file."""
+        return self._stream.regular_file is not None and not self._deflated
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
         """All records in the order of the archive, then its directory and its end.  Nothing is left unchecked
@@ -135,9 +125,14 @@ class TorchArchive:
             if storage is None:
                 self._drain(self._read_record(self._next, SMALL_NBYTES))
             else:
+                if self._next.deflated:
+                    raise UnsupportedCheckpointError(
+                        f"record {shown(self._next.name)} is compressed, and those before it are not: such an archive "
+                        "is only read from a pipe (cat FILE | ... convert -)"
+                    )
                 payload = self._stream.position
                 self._stream.skip(storage.nbytes, what=_described(storage))
-                self._finish(self._next, payload, storage.nbytes)
+                self._finish(self._next, payload, storage.nbytes, storage.nbytes)
             self._next = read_local_header(self._stream)
         self._check_end()
 
@@ -145,7 +140,8 @@ class TorchArchive:
         """One storage from its first byte to its end, after :meth:`locate`."""
         record = self._records[self._name_of(storage)]
         self._stream.seek(record.payload)
-        yield from self._storage_data(storage, chunk_nbytes)
+        for chunk in self._stored_chunks(storage, chunk_nbytes):
+            yield Data(chunk, storage)
         yield End(self._name_of(storage), record.crc, record.payload, storage)
 
     def read_range(
@@ -184,20 +180,31 @@ class TorchArchive:
         payload = stream.position
         crc, last = 0, b""
 
+        inflated = self._inflated(header) if header.deflated else None
+
         def read_some() -> bytes:
             nonlocal crc, last
             crc = crc32(last, crc)
-            last = stream.read_some()
+            last = stream.read_some() if inflated is None else inflated.read(SMALL_NBYTES)
             return last
 
         unpickler = Unpickler(
             read_some, find_global=objects.find_global, find_persistent=objects.find_persistent
         )
         value = unpickler.load()
-        stream.unread(unpickler.rest)
-        crc = crc32(last[: len(last) - len(unpickler.rest)], crc)
-        self._pickle_nbytes = unpickler.nbytes
-        self.verify(header.name, self._finish(header, payload, self._pickle_nbytes), crc)
+        rest = unpickler.rest
+        crc = crc32(last[: len(last) - len(rest)], crc)
+        packed_nbytes = self._pickle_nbytes = unpickler.nbytes
+        del unpickler  # and its memo, which refers to everything
+        if inflated is None:
+            stream.unread(rest)
+        else:
+            if rest or inflated.read(1):
+                raise SourceError(f"bytes follow the pickle in record {shown(header.name)}")
+            packed_nbytes = inflated.packed_nbytes
+            self._deflated = True
+        stated = self._finish(header, payload, self._pickle_nbytes, packed_nbytes)
+        self.verify(header.name, stated, crc)
         return self._flatten(value, objects.unknown), objects.storages
 
     def _read_small(self) -> LocalHeader | None:
@@ -220,7 +227,7 @@ class TorchArchive:
         self._stream.seek(find_directory(self._stream))
         directory = {entry.name: entry for entry in read_directory(self._stream)}
         others = any(name.endswith("/constants.pkl") for name in directory)
-        if others or sum(map(_is_pickle, directory)) != 1:
+        if others or sum(map(is_pickle, directory)) != 1:
             raise UnsupportedCheckpointError(
                 f"the archive holds no checkpoint of torch.save: {_looks_like(list(directory))}"
             )
@@ -241,15 +248,19 @@ class TorchArchive:
     def _read_record(self, header: LocalHeader, chunk_nbytes: int) -> Generator[Event, None, None]:
         payload = self._stream.position
         storage = self._begin(header)
-        if storage is not None:
-            yield from self._storage_data(storage, chunk_nbytes)
-            nbytes = storage.nbytes
+        if storage is None:
+            chunks = self._other_payload(header, chunk_nbytes)
+        elif header.deflated:
+            chunks = self._inflated_chunks(header, storage.nbytes, chunk_nbytes)
         else:
-            nbytes = 0
-            for chunk in self._other_payload(header, chunk_nbytes):
-                nbytes += len(chunk)
-                yield Data(chunk)
-        yield End(header.name, self._finish(header, payload, nbytes), payload, storage)
+            chunks = self._stored_chunks(storage, chunk_nbytes)
+        nbytes = 0
+        for chunk in chunks:
+            nbytes += len(chunk)
+            yield Data(chunk, storage)
+        packed_nbytes = self._packed_nbytes if header.deflated else nbytes
+        crc = self._finish(header, payload, nbytes, packed_nbytes)
+        yield End(header.name, crc, payload, storage)
 
     def _begin(self, header: LocalHeader) -> Storage | None:
         """The storage that the record holds, if it is one."""
@@ -264,28 +275,49 @@ class TorchArchive:
         self._storages_seen += storage is not None
         return storage
 
-    def _finish(self, header: LocalHeader, payload: int, nbytes: int) -> int:
-        crc = read_descriptor(self._stream, header, nbytes)
-        self._records[header.name] = _Record(header.position, payload, nbytes, crc)
+    def _finish(self, header: LocalHeader, payload: int, nbytes: int, packed_nbytes: int) -> int:
+        crc = read_descriptor(self._stream, header, nbytes, packed_nbytes)
+        self._records[header.name] = _Record(
+            header.position,
+            payload,
+            nbytes,
+            packed_nbytes,
+            crc,
+            DEFLATED if header.deflated else STORED,
+        )
         return crc
 
-    def _storage_data(self, storage: Storage, chunk_nbytes: int) -> Iterator[Data]:
+    def _stored_chunks(self, storage: Storage, chunk_nbytes: int) -> Iterator[memoryview]:
         what = _described(storage)
-        for chunk in self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what):
-            yield Data(chunk, storage)
+        return self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what)
+
+    def _inflated(self, header: LocalHeader) -> Inflated:
+        return Inflated(self._stream, what=f"record {shown(header.name)}")
+
+    def _inflated_chunks(
+        self, header: LocalHeader, nbytes: int | None, chunk_nbytes: int
+    ) -> Iterator[bytes]:
+        inflated = self._inflated(header)
+        yield from inflated.chunks(nbytes, chunk_nbytes=chunk_nbytes)
+        self._packed_nbytes = inflated.packed_nbytes
 
     def _other_payload(
         self, header: LocalHeader, chunk_nbytes: int
     ) -> Iterator[memoryview | bytes]:
         kind = header.name.removeprefix(self._prefix)
-        if kind == PICKLE:  # passed again, after it was read by the directory
-            return self._chunks(header, self._pickle_nbytes, chunk_nbytes)
-        if header.streamed:
-            payload: Iterator[memoryview | bytes] = scan_payload(self._stream, header)
+        if header.deflated:
+            plain = None if header.streamed else header.nbytes
+            payload: Iterator[memoryview | bytes] = self._inflated_chunks(
+                header, plain, chunk_nbytes
+            )
+        elif kind == PICKLE:  # passed again, after it was read by the directory
+            payload = self._chunks(header, self._pickle_nbytes, chunk_nbytes)
+        elif header.streamed:
+            payload = scan_payload(self._stream, header)
         else:
             payload = self._chunks(header, header.nbytes, chunk_nbytes)
         if kind not in SMALL:
-            self.unreferenced += 1
+            self.unreferenced += kind != PICKLE
             return payload
         data = _small(header, payload)
         if kind == BYTEORDER:
@@ -323,24 +355,31 @@ class TorchArchive:
                 f"the archive ends without {len(missing)} of its {len(self.storages)} storages, such as "
                 f"{missing[0].key!r} ({self._users(missing[0])}): its writer was interrupted"
             )
-        entries = read_directory(self._stream)
-        if len(entries) != len(self._records):
-            raise SourceError(
-                f"the archive's directory lists {len(entries)} records, and {len(self._records)} have passed"
-            )
-        for entry in entries:
+        count = 0
+        for entry in read_directory(self._stream):
+            count += 1
             record = self._records.get(entry.name)
             if record is None:
                 raise SourceError(
                     f"the archive's directory lists record {shown(entry.name)}, which is not there"
                 )
-            told = (entry.position, entry.nbytes, entry.crc)
-            seen = (record.position, record.nbytes, record.crc)
-            if told != seen or not entry.stored:
+            told = (entry.position, entry.nbytes, entry.packed_nbytes, entry.crc, entry.method)
+            seen = (
+                record.position,
+                record.nbytes,
+                record.packed_nbytes,
+                record.crc,
+                record.method,
+            )
+            if told != seen:
                 raise SourceError(
-                    f"record {shown(entry.name)} has position, length and CRC-32 {seen}; "
+                    f"record {shown(entry.name)} has position, lengths, CRC-32 and method {seen}; "
                     f"the archive's directory says {told}"
                 )
+        if count != len(self._records):
+            raise SourceError(
+                f"the archive's directory lists {count} records, and {len(self._records)} have passed"
+            )
 
     def _name_of(self, storage: Storage) -> str:
         return f"{self._prefix}{STORAGES}{storage.key}"
@@ -352,7 +391,8 @@ class TorchArchive:
         return f"tensor {names[0]!r}{more}" if names else "which no tensor uses"
 
 
-def _is_pickle(name: str) -> bool:
+def is_pickle(name: str) -> bool:
+    """Whether a record of this name describes the checkpoint: it stands under the prefix that all records share."""
     return name.count("/") == 1 and name.endswith("/" + PICKLE)
 
 

@@ -26,19 +26,24 @@ MAX_NUMBER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """One of torch's allocations: its place in the order of first use, its record's key, its length."""
+    """One of torch's allocations: its record's key, its length, and the elements that it is said to have."""
 
-    number: int
     key: str
     nbytes: int
+    numel: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TypedStorage:
-    """A storage as one tensor refers to it; ``dtype`` is torch's name, None if untyped."""
+    """A storage as one tensor refers to it; ``dtype`` is torch's name, None if untyped.
+
+    ``begin`` and ``end`` bound the elements that the reference is good for: torch once had views of storages.
+    """
 
     storage: Storage
     dtype: str | None
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +108,6 @@ class TorchObjects:
             type(identifier) is not tuple
             or len(identifier) not in (5, 6)
             or identifier[0] != "storage"
-            or identifier[5:] not in ((), (None,))
         ):
             raise malformed("a persistent id that describes no storage")
         kind, key, _location, numel = identifier[1:5]
@@ -117,12 +121,25 @@ class TorchObjects:
             raise malformed(f"storage {key[:200]!r} of {numel} elements")
         storage = self.storages.get(key)
         if storage is None:
-            storage = self.storages[key] = Storage(len(self.storages), key, nbytes)
+            storage = self.storages[key] = Storage(key, nbytes, numel)
         elif storage.nbytes != nbytes:
             raise malformed(
                 f"storage {key[:200]!r} has {storage.nbytes} bytes for one tensor, {nbytes} for another"
             )
-        return TypedStorage(storage, dtype)
+        begin, end = 0, numel
+        if len(identifier) == 6 and identifier[5] is not None:
+            begin, end = _view(identifier[5], numel)
+        return TypedStorage(storage, dtype, begin, end)
+
+
+def _view(metadata: object, numel: int) -> tuple[int, int]:
+    """The elements of a storage that a view of it has, as torch before 0.4 wrote them: (key, offset, numel)."""
+    if type(metadata) is not tuple or len(metadata) != 3 or not _ints(metadata[1:]):
+        raise malformed("a view of a storage that is none")
+    _, begin, count = metadata
+    if begin < 0 or count < 0 or begin + count > numel:
+        raise malformed(f"a view of {count} elements from {begin} on of a storage of {numel}")
+    return begin, begin + count
 
 
 _WHOLE_MODULE = (
@@ -193,6 +210,11 @@ def _tensor(
     number = BY_TORCH.get(dtype or "uint8")
     if number is None:
         return Unpackable(f"of dtype torch.{dtype}", "convert it to a dtype that packs hold")
+    if storage.begin or storage.end < storage.storage.numel:
+        last = offset + sum((dim - 1) * stride for dim, stride in zip(shape, strides))
+        if 0 not in shape and not 0 <= last < storage.end - storage.begin:
+            raise malformed("a tensor that reaches beyond its view of a storage")
+        offset += storage.begin
     return Tensor(storage.storage, number, offset, shape, strides, conj, neg)
 
 
@@ -371,6 +393,7 @@ _LEAVES = (
     "builtins.frozenset",
     "builtins.int",
     "builtins.list",
+    "builtins.long",
     "builtins.range",
     "builtins.set",
     "builtins.slice",

@@ -1,8 +1,8 @@
 """The records of a zip archive as they pass by in a stream: header, payload, descriptor, and the directory at the end.
 
-Only stored records (no compression, no encryption), as ``torch.save`` writes them.  A signature proves nothing:
-payloads may hold any of them, so a record's end is where its length says, or where a descriptor agrees with
-both the length and the CRC-32 of all bytes before it.
+Records are stored, as ``torch.save`` writes them, or deflated, as a program that has packed them again may leave them.
+A signature proves nothing: payloads may hold any of them, so a record's end is where its length says, where its
+deflated bytes end, or where a descriptor agrees with both the length and the CRC-32 of all bytes before it.
 
 Source: APPNOTE.TXT 6.3.10, sections 4.3 to 4.5; torch's own writer (caffe2/serialize, miniz).
 """
@@ -21,6 +21,7 @@ __all__ = [
     "DirectoryEntry",
     "LocalHeader",
     "find_directory",
+    "peek_name",
     "read_descriptor",
     "read_directory",
     "read_local_header",
@@ -35,6 +36,7 @@ ZIP64_END = b"PK\6\6"
 ZIP64_LOCATOR = b"PK\6\7"
 END = b"PK\5\6"
 
+STORED, DEFLATED = 0, 8
 FLAG_ENCRYPTED = 1 << 0
 FLAG_STREAMED = 1 << 3
 ZIP64_EXTRA = 0x0001
@@ -61,33 +63,46 @@ class LocalHeader:
     """What stands before a record's payload.
 
     Units: ``position`` counts bytes from the archive's start to the header.  ``streamed`` (flag bit 3): length and
-    CRC come in a descriptor behind the payload, ``wide`` with 8-byte lengths; else ``nbytes`` and ``crc`` hold them.
+    CRC come in a descriptor behind the payload, ``wide`` with 8-byte lengths; else ``nbytes``, ``packed_nbytes`` (as
+    stored in the archive) and ``crc`` hold them.  ``deflated``: the payload is compressed.
     """
 
     position: int
     name: str
     streamed: bool
     wide: bool
+    deflated: bool
     nbytes: int
+    packed_nbytes: int
     crc: int
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryEntry:
-    """What the directory at the archive's end says of a record.  ``stored``: neither compressed nor encrypted."""
+    """What the directory at the archive's end says of a record.  ``method``: None if it is encrypted."""
 
     position: int
     name: str
     nbytes: int
+    packed_nbytes: int
     crc: int
-    stored: bool
+    method: int | None
+
+
+def peek_name(stream: ByteStream) -> str | None:
+    """The name of the record whose header comes next, and stays unread; None where no header begins."""
+    fixed = stream.peek(4 + _LOCAL.size)
+    if fixed[:4] != LOCAL or len(fixed) < 4 + _LOCAL.size:
+        return None
+    name_nbytes = _LOCAL.unpack(fixed[4:])[-2]
+    return _name(memoryview(stream.peek(len(fixed) + name_nbytes))[len(fixed) :])
 
 
 def read_local_header(stream: ByteStream) -> LocalHeader | None:
     """The header of the next record, or None where the directory begins.
 
-    Raises: UnsupportedCheckpointError for compressed or encrypted records; TruncatedSourceError; SourceError
-    when something else stands here.
+    Raises: UnsupportedCheckpointError for encrypted records, or such as are compressed by another method than deflate;
+    TruncatedSourceError; SourceError when something else stands here.
     """
     position = stream.position
     signature = stream.peek(4)
@@ -112,9 +127,9 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
         raise UnsupportedCheckpointError(
             f"record {shown(name)} is encrypted: decrypt the archive first"
         )
-    if method != 0:
+    if method not in (STORED, DEFLATED):
         raise UnsupportedCheckpointError(
-            f"record {shown(name)} is compressed (method {method}); torch.save stores its records as they are: "
+            f"record {shown(name)} is compressed by method {method}; torch.save stores its records as they are: "
             "save the checkpoint again, or zip it without compression (zip -0)"
         )
     streamed = bool(flags & FLAG_STREAMED)
@@ -122,18 +137,22 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
         sizes = iter(_u64s(extra))
         nbytes = next(sizes, nbytes) if nbytes == U32_MAX else nbytes
         packed = next(sizes, packed) if packed == U32_MAX else packed
-    if not streamed and packed != nbytes:
+    if not streamed and method == STORED and packed != nbytes:
         raise SourceError(f"record {shown(name)} is stored, with the lengths {packed} and {nbytes}")
-    return LocalHeader(position, name, streamed, extra is not None, nbytes, crc)
+    deflated = method == DEFLATED
+    return LocalHeader(position, name, streamed, extra is not None, deflated, nbytes, packed, crc)
 
 
-def read_descriptor(stream: ByteStream, header: LocalHeader, nbytes: int) -> int:
-    """The CRC-32 of the payload of ``nbytes`` bytes that has just been read, as the archive states it.
+def read_descriptor(
+    stream: ByteStream, header: LocalHeader, nbytes: int, packed_nbytes: int
+) -> int:
+    """The CRC-32 of the payload of ``nbytes`` bytes, from ``packed_nbytes`` bytes of the archive, that has just been
+    read, as the archive states it.
 
-    Raises: SourceError when the archive does not say here that the payload has this length.
+    Raises: SourceError when the archive does not say here that the payload has these lengths.
     """
     if not header.streamed:
-        crc, stated = header.crc, header.nbytes
+        crc, packed, stated = header.crc, header.packed_nbytes, header.nbytes
     else:
         layout = _WIDE if header.wide else _NARROW
         data = stream.peek(4 + layout.size)
@@ -146,13 +165,17 @@ def read_descriptor(stream: ByteStream, header: LocalHeader, nbytes: int) -> int
             4 + layout.size, what=f"the descriptor of {shown(header.name)}"
         )
         crc, packed, stated = layout.unpack(fields[4:])
-        if packed != stated:
+        if packed != stated and not header.deflated:
             raise SourceError(
                 f"record {shown(header.name)} is stored, with the lengths {packed} and {stated}"
             )
     if stated != nbytes:
         raise SourceError(
             f"record {shown(header.name)} has {stated} bytes, says the archive; {nbytes} were expected"
+        )
+    if packed != packed_nbytes:
+        raise SourceError(
+            f"record {shown(header.name)} has {packed} compressed bytes, says the archive; it took {packed_nbytes}"
         )
     return int(crc)
 
@@ -223,15 +246,17 @@ def find_directory(stream: ByteStream) -> int:
     return offset
 
 
-def read_directory(stream: ByteStream) -> list[DirectoryEntry]:
-    """The directory that begins here, up to the end of the archive and of the stream.
+def read_directory(stream: ByteStream) -> Iterator[DirectoryEntry]:
+    """The directory that begins here, up to the end of the archive and of the stream, which are checked when the
+    iterator ends.
 
     Raises: SourceError when it contradicts itself, or bytes follow; TruncatedSourceError.
     """
     begin = stream.position
-    entries: list[DirectoryEntry] = []
+    count = 0
     while stream.peek(4) == ENTRY:
-        entries.append(_read_entry(stream))
+        yield _read_entry(stream)
+        count += 1
     end = stream.position
     what = "the end of the archive's directory"
     wide: tuple[int, int, int] | None = None
@@ -249,7 +274,7 @@ def read_directory(stream: ByteStream) -> list[DirectoryEntry]:
         raise SourceError(
             f"the archive's end record, at byte {stream.position - len(last)}, is damaged"
         )
-    found = (len(entries), end - begin, begin)
+    found = (count, end - begin, begin)
     limits = (U16_MAX, U32_MAX, U32_MAX)
     plain = tuple(narrow)
     if (
@@ -266,7 +291,6 @@ def read_directory(stream: ByteStream) -> list[DirectoryEntry]:
         raise SourceError(
             f"bytes follow the end of the archive at byte {stream.position}: trailing data, or a second archive"
         )
-    return entries
 
 
 def _read_entry(stream: ByteStream) -> DirectoryEntry:
@@ -284,8 +308,9 @@ def _read_entry(stream: ByteStream) -> DirectoryEntry:
         position = next(wide, position) if position == U32_MAX else position
     if disk not in (0, U16_MAX):
         raise SourceError("the archive is one part of several: join them first")
-    stored = method == 0 and packed == nbytes and not flags & FLAG_ENCRYPTED
-    return DirectoryEntry(position, name, nbytes, crc, stored)
+    return DirectoryEntry(
+        position, name, nbytes, packed, crc, None if flags & FLAG_ENCRYPTED else method
+    )
 
 
 def shown(name: str) -> str:

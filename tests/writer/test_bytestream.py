@@ -257,3 +257,23 @@ def test_a_closed_descriptor_is_the_operating_systems_error() -> None:
     os.close(writing)
     with pytest.raises(OSError, match="Bad file descriptor"):
         ByteStream(reading).peek(1)
+
+
+def test_a_range_of_a_file_is_a_stream_that_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(100)))
+    stream = ByteStream.open_range(path, 10, 20)
+    assert (stream.position, stream.file_nbytes) == (0, 20)
+    assert stream.peek(500) == bytes(range(10, 30))
+    assert bytes(stream.read_exactly(20, what="all")) == bytes(range(10, 30))
+    assert stream.at_end()
+    stream.seek(15)
+    with pytest.raises(TruncatedSourceError) as caught:
+        stream.read_exactly(6, what="too much")
+    assert caught.value.missing_nbytes == 1
+    stream.close()
+    beyond = ByteStream.open_range(path, 90, 20)
+    assert beyond.file_nbytes == 10
+    beyond.close()
+    with pytest.raises(io.UnsupportedOperation, match="no regular file"):
+        ByteStream.open_range("/dev/null", 0, 1)

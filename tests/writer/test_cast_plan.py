@@ -41,8 +41,8 @@ def dtypes(of: Catalog) -> list[str]:
         ("bf16", "bfloat16"),
         ("fp32", "float32"),
         ("double", "float64"),
-    ]
-    + [("torch.float16", "float16")],
+        ("torch.float16", "float16"),
+    ],
 )
 def test_a_dtype_has_the_names_that_people_use(dtype: str, name: str) -> None:
     assert cast_rules(dtype) == (("*", BY_NAME[name]),)

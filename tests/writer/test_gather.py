@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +34,16 @@ def test_chunks_of_a_permuted_array_are_its_row_major_bytes(
     permuted = array.transpose([axis for axis in axes if axis < array.ndim])
     chunks = list(strided_chunks(permuted, chunk_nbytes=chunk_nbytes))
     assert b"".join(chunks) == permuted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u4", "<u8", "V16"])
+@pytest.mark.parametrize("axes", [(2, 1, 0), (1, 2, 0), (2, 0, 1)])
+def test_large_windows_are_copied_in_slabs_and_are_the_same_bytes(
+    axes: tuple[int, ...], dtype: str
+) -> None:
+    data = np.random.default_rng(0).bytes(45 * 67 * 130 * np.dtype(dtype).itemsize)
+    permuted = np.frombuffer(data, dtype).reshape(45, 67, 130).transpose(axes)
+    assert b"".join(strided_chunks(permuted, chunk_nbytes=1_000_000)) == permuted.tobytes()
 
 
 def test_an_element_expanded_to_a_tebibyte_yields_windows_at_once() -> None:

@@ -322,7 +322,7 @@ def test_bytes_between_checksums_and_footer_are_refused(tmp_path: Path) -> None:
             read(make)
 
 
-@pytest.mark.parametrize("nbytes", [2**40, 2**61])
+@pytest.mark.parametrize("nbytes", [1 << 30, 1 << 33])
 def test_a_length_is_not_believed_before_its_bytes_have_come(nbytes: int, tmp_path: Path) -> None:
     claimed = PACK[:8] + nbytes.to_bytes(8, "little") + PACK[16:]
     for make in open_both(claimed, tmp_path):

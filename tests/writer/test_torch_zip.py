@@ -341,8 +341,8 @@ def test_a_four_bit_scalar_is_refused_by_its_name(opened: Opened) -> None:
 
 SHAPE_REFUSALS = {
     "nested": (
-        {"model": {"w": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(1)}}, "epoch": 3},
-        r"'model', 'optimizer' \(its keys: 'model', 'optimizer', 'epoch'\)",
+        {"net": {"w": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(1)}}, "epoch": 3},
+        r"'net', 'optimizer' \(its keys: 'net', 'optimizer', 'epoch'\)",
     ),
     "colliding paths": ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "below 'a'"),
     "in a list": ({"a": [1, (torch.ones(1),)]}, "below 'a'"),

@@ -17,9 +17,21 @@ import numpy as np
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.writer.source import Chunk, Zeros
 
-__all__ = ["Box", "Part", "Rows", "assembled", "part_chunk_nbytes", "tiled", "trimmed"]
+__all__ = [
+    "MIN_PART_CHUNK_NBYTES",
+    "Box",
+    "Part",
+    "Rows",
+    "assembled",
+    "part_chunk_nbytes",
+    "tiled",
+    "trimmed",
+]
 
 MIN_PART_CHUNK_NBYTES = 64 << 10
+MAX_RUNS = 1_000_000
+"""Of the plan of one tensor: 10,000 ranks take as many; only parts cut at odd places along two dims take more."""
+
 PARTS_IN_FLIGHT = 8
 """Chunks that the parts of one tensor hold together; above that many parts, each reads shorter ones."""
 
@@ -136,46 +148,61 @@ def tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], *, bits: int) -
     covered = sum(prod(box.sizes) for box in boxes)
     if covered != prod(shape):
         raise _no_tiling(name, f"they hold {covered} elements, it has {prod(shape)}")
-    return _merged(_tile(name, shape, boxes, list(range(len(boxes))), 0, bits))
+    return _Tiling(name, shape, boxes, bits).rows(list(range(len(boxes))), 0)
 
 
-MAX_ROWS = 1_000_000
-"""Entries of a plan: only boxes that are cut along three dims or more, or irregularly, need many."""
+class _Tiling:
+    """One tensor being planned; counts the runs that its plan has so far."""
 
+    def __init__(self, name: str, shape: Sequence[int], boxes: Sequence[Box], bits: int) -> None:
+        self._name, self._shape, self._boxes, self._bits = name, shape, boxes, bits
+        self._runs = 0
 
-def _tile(
-    name: str, shape: Sequence[int], boxes: Sequence[Box], inside: list[int], dim: int, bits: int
-) -> list[Rows]:
-    """One index after the other along ``dim``, for boxes that share all indices before it."""
-    if dim == len(shape):
-        if len(inside) > 1:
-            raise _no_tiling(name, f"{len(inside)} of them hold the same element")
-        return [Rows(1, ((inside[0], _whole_bytes(name, 1, bits)),))]
-    plan: list[Rows] = []
-    position = 0
-    for begin, end, band in _bands(
-        [(boxes[b].offsets[dim], boxes[b].sizes[dim], b) for b in inside]
-    ):
-        if begin != position:
-            raise _no_tiling(name, f"none holds the elements from {position} on along dim {dim}")
-        position = end
-        tail = shape[dim + 1 :]
-        if len(band) == 1 and boxes[band[0]].sizes[dim + 1 :] == tuple(tail):
-            plan.append(Rows(1, ((band[0], _whole_bytes(name, (end - begin) * prod(tail), bits)),)))
-            continue
-        row = _merged(_tile(name, shape, boxes, band, dim + 1, bits))
-        if len(row) == 1:
-            plan.append(Rows((end - begin) * row[0].count, row[0].runs))
-        elif (end - begin) * len(row) + len(plan) > MAX_ROWS:
-            raise UnsupportedCheckpointError(
-                f"tensor {name!r} is cut into {len(boxes)} parts so irregularly that it would take more than "
-                f"{MAX_ROWS} runs to put it together: consolidate the checkpoint first"
+    def rows(self, inside: list[int], dim: int) -> list[Rows]:
+        """One index after the other along ``dim``, for boxes that share all indices before it."""
+        if dim == len(self._shape):
+            if len(inside) > 1:
+                raise _no_tiling(self._name, f"{len(inside)} of them hold the same element")
+            return [Rows(1, ((inside[0], self._nbytes(1)),))]
+        plan: list[Rows] = []
+        position = 0
+        tail = tuple(self._shape[dim + 1 :])
+        spans = [(self._boxes[b].offsets[dim], self._boxes[b].sizes[dim], b) for b in inside]
+        for begin, end, band in _bands(spans):
+            if begin != position:
+                break
+            position = end
+            self._count(len(band))
+            if len(band) == 1 and self._boxes[band[0]].sizes[dim + 1 :] == tail:
+                plan.append(Rows(1, ((band[0], self._nbytes((end - begin) * prod(tail))),)))
+                continue
+            repeated = self.rows(band, dim + 1)
+            if len(repeated) == 1:
+                plan.append(Rows((end - begin) * repeated[0].count, repeated[0].runs))
+            else:
+                self._count((end - begin) * sum(len(rows.runs) for rows in repeated))
+                plan.extend(repeated * (end - begin))
+        if position != self._shape[dim]:
+            raise _no_tiling(
+                self._name, f"none holds the elements from {position} on along dim {dim}"
             )
-        else:
-            plan.extend(row * (end - begin))
-    if position != shape[dim]:
-        raise _no_tiling(name, f"none holds the elements from {position} on along dim {dim}")
-    return plan
+        return _merged(plan)
+
+    def _count(self, runs: int) -> None:
+        self._runs += runs
+        if self._runs > MAX_RUNS:
+            raise UnsupportedCheckpointError(
+                f"tensor {self._name!r} is cut into {len(self._boxes)} parts so irregularly that it would take more "
+                f"than {MAX_RUNS} runs to put it together: consolidate the checkpoint first"
+            )
+
+    def _nbytes(self, elements: int) -> int:
+        if elements * self._bits % 8:
+            raise UnsupportedCheckpointError(
+                f"tensor {self._name!r} of {self._bits}-bit elements is cut inside a byte: consolidate the checkpoint "
+                "first"
+            )
+        return elements * self._bits // 8
 
 
 def _bands(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int]]]:
@@ -203,14 +230,6 @@ def _merged(plan: list[Rows]) -> list[Rows]:
         else:
             merged.extend(group)
     return merged
-
-
-def _whole_bytes(name: str, elements: int, bits: int) -> int:
-    if elements * bits % 8:
-        raise UnsupportedCheckpointError(
-            f"tensor {name!r} of {bits}-bit elements is cut inside a byte: consolidate the checkpoint first"
-        )
-    return elements * bits // 8
 
 
 def _no_tiling(name: str, why: str) -> UnsupportedCheckpointError:

@@ -160,6 +160,20 @@ class JoinedSource(Source):
     def spool_nbytes(self) -> int:
         return max((member.source.spool_nbytes for member in self._members), default=0)
 
+    def spool_for(self, requests: Requests) -> int:
+        parts = self._parts(requests)
+        return max(
+            (m.source.spool_for(part) for m, (_, part) in zip(self._members, parts)), default=0
+        )
+
+    @property
+    def chooses_order(self) -> bool:
+        return all(member.source.chooses_order for member in self._members)
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(member.source.held_nbytes for member in self._members)
+
     @property
     def sparse(self) -> bool:
         return any(member.source.sparse for member in self._members)
@@ -169,17 +183,18 @@ class JoinedSource(Source):
         return together((m.source.verification for m in self._members), of="files")
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        owners = np.searchsorted(self._ends, requests.storages, side="right")
-        one_by_one = not options.in_order or bool(np.all(np.diff(owners) >= 0))
-        if not one_by_one:
+        owners = self._owners(requests)
+        # A member that comes in its own order is not waited for: the writer spools.
+        wait = options.in_order and self.chooses_order and bool(np.any(np.diff(owners) < 0))
+        if wait:
             # All members are under way at once: no threads for each.
             options = replace(options, jobs=1)
         streams = [
-            self._stream_of(number, np.flatnonzero(owners == number), requests, options)
-            for number in range(len(self._members))
+            self._stream_of(member, buffers, part, options)
+            for member, (buffers, part) in zip(self._members, self._parts(requests))
         ]
         try:
-            if not one_by_one:
+            if wait:
                 nbytes = requests.nbytes.tolist()
                 for buffer, owner in enumerate(owners.tolist()):
                     yield from _one_buffer(streams[owner], buffer, nbytes[buffer])
@@ -216,21 +231,27 @@ class JoinedSource(Source):
             metadata=metadata,
         )
 
+    def _owners(self, requests: Requests) -> NDArray[np.intp]:
+        """Which member each request goes to."""
+        return np.searchsorted(self._ends, requests.storages, side="right")
+
+    def _parts(self, requests: Requests) -> Iterator[tuple[list[int], Requests]]:
+        """For each member: the buffers that come from it, and what it has to be asked for."""
+        owners = self._owners(requests)
+        for number, begin in enumerate(self._begins.tolist()):
+            buffers = np.flatnonzero(owners == number)
+            storages = requests.storages[buffers] - begin
+            part = Requests(storages, requests.starts[buffers], requests.nbytes[buffers])
+            yield buffers.tolist(), part
+
     def _stream_of(
-        self, number: int, buffers: NDArray[np.intp], requests: Requests, options: StreamOptions
+        self, member: Member, buffers: list[int], part: Requests, options: StreamOptions
     ) -> Generator[Piece, None, None]:
         """The bytes of these buffers, all from one member; nothing is read before the first is asked for."""
-        member = self._members[number]
-        part = Requests(
-            storages=requests.storages[buffers] - self._begins[number],
-            starts=requests.starts[buffers],
-            nbytes=requests.nbytes[buffers],
-        )
-        numbers = buffers.tolist()
         stream = member.source.stream(part, options)
         try:
             for buffer, chunk in stream:
-                yield numbers[buffer], chunk
+                yield buffers[buffer], chunk
         except StreamPackError as error:
             say_where(error, member.name)
             raise

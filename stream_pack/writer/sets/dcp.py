@@ -12,7 +12,7 @@ from collections.abc import Collection, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from stream_pack.catalog import Catalog, CatalogBuilder
+from stream_pack.catalog import Catalog, CatalogBuilder, tensor_nbytes
 from stream_pack.dtypes import DTYPES
 from stream_pack.errors import (
     SourceError,
@@ -23,6 +23,7 @@ from stream_pack.errors import (
 from stream_pack.sniff import describe_start
 from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.sets.assembly import (
+    MIN_PART_CHUNK_NBYTES,
     Box,
     Part,
     Rows,
@@ -34,8 +35,8 @@ from stream_pack.writer.sets.assembly import (
 from stream_pack.writer.sets.composite import listed, member_path, say_where, together
 from stream_pack.writer.sets.dcp_metadata import Place, ShardedTensor, read_metadata
 from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions
-from stream_pack.writer.state_dict import StateDict
-from stream_pack.writer.torch_globals import Tensor
+from stream_pack.writer.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_globals import Storage, Tensor
 from stream_pack.writer.torch_zip import TorchZipSource
 
 __all__ = ["METADATA", "SHARD_SUFFIX", "DcpSource"]
@@ -43,37 +44,40 @@ __all__ = ["METADATA", "SHARD_SUFFIX", "DcpSource"]
 METADATA = ".metadata"
 SHARD_SUFFIX = ".distcp"
 ZIP_ENTRY = b"PK\3\4"
-MODELS = ("model", "state_dict")
-"""The keys under which a training loop keeps the model beside its optimizer."""
 
 
 class DcpSource(Source):
     """The whole tensors, in the order of the metadata.
 
-    A training loop saves ``{"model": ..., "optimizer": ...}``: ``key`` says which of them is wanted, and its tensors
-    are named as in there.  None: the model, if exactly one is called so; of a flat state dict, everything.
+    A training loop saves ``{"model": ..., "optimizer": ...}``: ``flatten`` chooses among the nested dicts, and names
+    their tensors, just as in a checkpoint that is one file.
 
     Only the files' lengths are checked when it is made; a chunk is opened when its bytes are due.
 
     Raises: UnsupportedCheckpointError for metadata that contradicts itself or the files, chunks that do not hold every
-    element once, several state dicts and none chosen; UnsupportedTensorError; TruncatedSourceError; OSError.
+    element once, what ``flatten`` refuses; UnsupportedTensorError; TruncatedSourceError; OSError.
     """
 
-    def __init__(self, folder: Path, *, key: str | None = None) -> None:
+    def __init__(self, folder: Path, *, flatten: Flatten) -> None:
         self._folder = folder
         found = read_metadata(folder / METADATA)
-        names, self._remarks = _chosen(found.tensors, key)
+        chosen = flatten(_nested(found.tensors), ())
+        self._remarks = list(chosen.remarks)
         if found.ignored:
             self._remarks.append(f"{found.ignored} entries that are no tensors were left out")
-        self._tensors = [tensor for tensor in found.tensors if tensor.name in names]
-        self._plans = [_plan(tensor) for tensor in self._tensors]
+        self._tensors = [
+            found.tensors[int(stand_in.storage.key)] for stand_in in chosen.tensors.values()
+        ]
         self._verified: Counter[str] = Counter()
         _check_files(folder, self._tensors)
         builder = CatalogBuilder()
         nbytes = 0
-        for storage, tensor in enumerate(self._tensors):
+        for tensor in self._tensors:
+            _plan(
+                tensor
+            )  # refused now, not when its bytes are due; kept, all plans would take much memory
+        for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
             shape = _logical(tensor.dtype, tensor.shape)
-            name = names[tensor.name]
             nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
         self._catalog = builder.build(storages_nbytes=nbytes)
 
@@ -84,6 +88,11 @@ class DcpSource(Source):
     @property
     def kind(self) -> str:
         return "torch.distributed checkpoint"
+
+    @property
+    def held_nbytes(self) -> int:
+        most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
+        return MIN_PART_CHUNK_NBYTES * most
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -116,7 +125,7 @@ class DcpSource(Source):
         ]
         parts = [Part(stream, what=f"a chunk of tensor {tensor.name!r}") for stream in streams]
         try:
-            yield from assembled(self._plans[storage], parts, chunk_nbytes=options.chunk_nbytes)
+            yield from assembled(_plan(tensor), parts, chunk_nbytes=options.chunk_nbytes)
             for stream in streams:
                 for _ in stream:  # no bytes are left, but the archive's end has to be seen
                     pass
@@ -163,31 +172,20 @@ def _one_tensor(value: object, unknown: Collection[str]) -> StateDict:
     return StateDict({"": value}, 0)
 
 
-def _chosen(tensors: list[ShardedTensor], key: str | None) -> tuple[dict[str, str], list[str]]:
-    """The tensors that are wanted, with the names they get, and what is to be said about it."""
-    nested: dict[str, int] = {}
-    for tensor in tensors:
-        if len(tensor.path) > 1:
-            nested[tensor.path[0]] = nested.get(tensor.path[0], 0) + 1
-    remarks: list[str] = []
-    if key is None:
-        if not nested:
-            return {tensor.name: tensor.name for tensor in tensors}, remarks
-        models = [name for name in MODELS if name in nested]
-        if len(models) != 1 or sum(nested.values()) != len(tensors):
+def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
+    """The dict that was saved, with stand-ins for its tensors: their storage's key is their place in the list."""
+    root: dict[object, object] = {}
+    for number, tensor in enumerate(tensors):
+        node: object = root
+        for step in tensor.path[:-1]:
+            node = node.setdefault(step, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or tensor.path[-1] in node:
             raise UnsupportedCheckpointError(
-                f"the checkpoint holds more than one state dict, under the keys {listed(nested)}: say which "
-                "one is wanted"
+                f"{METADATA} says that tensor {tensor.name[:100]!r} was saved where another value was"
             )
-        key = models[0]
-        others = len(tensors) - nested[key]
-        remarks.append(f"took {key!r}, and left out {others} tensors under other keys")
-    elif key not in nested:
-        raise UnsupportedCheckpointError(
-            f"the checkpoint has no tensors under the key {key!r}; its keys: {listed(nested) or 'none'}"
-        )
-    wanted = (tensor for tensor in tensors if len(tensor.path) > 1 and tensor.path[0] == key)
-    return {tensor.name: ".".join(tensor.path[1:]) for tensor in wanted}, remarks
+        storage = Storage(str(number), 0, 0)
+        node[tensor.path[-1]] = Tensor(storage, tensor.dtype, 0, tensor.shape, (), False, False)
+    return root
 
 
 def _plan(tensor: ShardedTensor) -> list[Rows]:
@@ -208,7 +206,13 @@ def _check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
     first: dict[str, int] = {}
     end: dict[str, int] = {}
     for tensor in tensors:
-        for place in tensor.places:
+        for box, place in zip(tensor.boxes, tensor.places):
+            nbytes = tensor_nbytes(tensor.name, tensor.dtype, _logical(tensor.dtype, box.sizes))
+            if nbytes > place.nbytes:
+                raise UnsupportedCheckpointError(
+                    f"the chunk of tensor {tensor.name!r} at {list(box.offsets)} has {nbytes} bytes, and {METADATA} "
+                    f"says that its archive in {place.file} has {place.nbytes}"
+                )
             first[place.file] = min(place.begin, first.get(place.file, place.begin))
             end[place.file] = max(place.begin + place.nbytes, end.get(place.file, 0))
     for file, begin in first.items():

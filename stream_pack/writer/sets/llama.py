@@ -1,16 +1,12 @@
 """A Llama checkpoint as Meta publishes it: ``consolidated.00.pth``, ``.01.pth`` ... and ``params.json``.
 
 Every shard holds every name; how the shards make up a tensor follows from its name, and ``params.json`` proves it.
-
-Source: fairscale's ColumnParallelLinear (its weight is cut along dim 0), RowParallelLinear (along dim 1) and
-ParallelEmbedding (along dim 1) in llama/model.py of Llama 1 and 2, VocabParallelEmbedding (along dim 0) in that of 3.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +16,7 @@ from stream_pack.catalog import Catalog, CatalogBuilder
 from stream_pack.dtypes import BITS, DTYPES
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.writer.sets.assembly import (
+    MIN_PART_CHUNK_NBYTES,
     Box,
     Part,
     Rows,
@@ -36,21 +33,12 @@ from stream_pack.writer.sets.composite import (
     say_where,
     together,
 )
+from stream_pack.writer.sets.llama_params import PARAMS, LlamaParams, merged_along, read_params
 from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions
 
-__all__ = ["PARAMS", "LlamaSource", "is_shard_name"]
-
-PARAMS = "params.json"
-MAX_PARAMS_NBYTES = 1 << 20
+__all__ = ["LlamaSource", "is_shard_name"]
 
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
-
-_MERGED = {
-    "wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1,
-}  # fmt: skip
-"""The dim along which the shards of a weight follow each other, by the last word before ``.weight``."""
-_EMBEDDINGS = "tok_embeddings"
-_REPLICATED = {"attention_norm", "ffn_norm", "norm", "rope"}
 
 
 def is_shard_name(name: str) -> bool:
@@ -79,12 +67,13 @@ class LlamaSource(Source):
 
     def __init__(self, folder: Path, *, open_file: OpenFile) -> None:
         names = _shard_names(entry.name for entry in folder.iterdir())
-        params = _read_params(member_path(folder, PARAMS, told_by="a Llama checkpoint"))
+        params = read_params(member_path(folder, PARAMS, told_by="a Llama checkpoint"))
         paths = [member_path(folder, name, told_by="a Llama checkpoint") for name in names]
         self._names = names
         self._shards = open_members(paths, open_file)
         self._tensors: dict[int, _Merged] = {}
         try:
+            self._check_order()
             self._catalog = self._build(params)
         except BaseException:
             self.close()
@@ -107,8 +96,8 @@ class LlamaSource(Source):
         )
 
     @property
-    def spool_nbytes(self) -> int:
-        return sum(shard.spool_nbytes for shard in self._shards)
+    def held_nbytes(self) -> int:
+        return MIN_PART_CHUNK_NBYTES * len(self._shards)
 
     @property
     def verification(self) -> str:
@@ -182,7 +171,15 @@ class LlamaSource(Source):
             if isinstance(pieces, Generator):
                 pieces.close()
 
-    def _build(self, params: _Params) -> Catalog:
+    def _check_order(self) -> None:
+        for name, shard in zip(self._names, self._shards):
+            if not shard.chooses_order:
+                raise UnsupportedCheckpointError(
+                    f"{name} gives its tensors only in its own order, so it cannot be read beside the others: a "
+                    "compressed archive has to be zipped again without compression (zip -0)"
+                )
+
+    def _build(self, params: LlamaParams) -> Catalog:
         catalogs = [shard.catalog for shard in self._shards]
         rows = [{name: row for row, name in enumerate(c.names)} for c in catalogs]
         for shard, names in zip(self._names, rows):
@@ -203,7 +200,7 @@ class LlamaSource(Source):
                 )
             dtype = int(catalogs[0].dtypes[places[0]])
             shapes = [c.shape(row) for c, row in zip(catalogs, places)]
-            dim = _merged_along(name, shapes, params)
+            dim = merged_along(name, shapes, params)
             shape = _whole_shape(name, shapes, dim)
             params.check(name, shape)
             same = (
@@ -216,68 +213,27 @@ class LlamaSource(Source):
             if storage not in self._tensors and 0 not in shape:
                 plan = None if dim is None else _plan(name, shape, shapes, dim, BITS[dtype])
                 self._tensors[storage] = _Merged(name, places, plan)
+                gathered = _gathered_from(catalogs, places)
+                if gathered is not None:
+                    # Of no storage that anything else is made of.
+                    builder.derive(storage, of=len(catalogs[0]) + storage, begin=0, end=gathered)
             builder.add(name, dtype, shape, storage=storage, start=0)
         storages_nbytes = sum(catalog.storages_nbytes for catalog in catalogs)
         return builder.build(storages_nbytes=storages_nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Params:
-    """What params.json says of the whole tensors' shapes; 0 where it says nothing."""
-
-    dim: int
-    vocab: int
-    query_rows: int
-    key_rows: int
-
-    def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises: UnsupportedCheckpointError where ``shape`` is not what params.json implies."""
-        expected = {
-            _EMBEDDINGS: (self.vocab, self.dim),
-            "output": (self.vocab, self.dim),
-            "wq": (self.query_rows, self.dim),
-            "wk": (self.key_rows, self.dim),
-            "wv": (self.key_rows, self.dim),
-            "wo": (self.dim, self.query_rows),
-            "w1": (0, self.dim),
-            "w3": (0, self.dim),
-            "w2": (self.dim, 0),
-            "attention_norm": (self.dim,),
-            "ffn_norm": (self.dim,),
-            "norm": (self.dim,),
-        }.get(_word(name))
-        if expected is None:
-            return
-        if len(shape) != len(expected) or any(e not in (0, dim) for e, dim in zip(expected, shape)):
-            wanted = ", ".join(str(e) if e else "any" for e in expected)
-            raise UnsupportedCheckpointError(
-                f"the shards of tensor {name!r} make up the shape {list(shape)}, and {PARAMS} says [{wanted}]: "
-                "a shard is missing, or they are of different checkpoints"
-            )
-
-
-def _word(name: str) -> str:
-    """What kind of weight it is: the last word but one, as in ``layers.0.attention.wq.weight``."""
-    return name.rpartition(".")[0].rpartition(".")[2]
-
-
-def _merged_along(name: str, shapes: Sequence[tuple[int, ...]], params: _Params) -> int | None:
-    """The dim along which the shards follow each other; None where each holds a copy."""
-    word = _word(name)
-    if len(shapes) == 1:
-        return 0 if shapes[0] else None
-    if word in _REPLICATED:
-        return None
-    dim = _MERGED.get(word)
-    if word == _EMBEDDINGS and len(shapes[0]) == 2:
-        # Llama 1 and 2 cut the embeddings along the model's dim, Llama 3 along the vocabulary.
-        dim = 0 if shapes[0][1] == params.dim else 1
-    if dim is None or any(len(shape) != 2 for shape in shapes):
-        raise UnsupportedCheckpointError(
-            f"how the shards of tensor {name!r}, of shape {list(shapes[0])}, make it up is not known: "
-            "expected the tensors of Llama 1 to 3"
-        )
-    return dim
+def _gathered_from(catalogs: Sequence[Catalog], rows: Sequence[int]) -> int | None:
+    """How many bytes of the shards a tensor is made from; None if just those that it has."""
+    nbytes, derived = 0, False
+    for catalog, row in zip(catalogs, rows):
+        made_from = catalog.derived.get(int(catalog.storages[row]))
+        if made_from is None:
+            nbytes += int(catalog.nbytes[row])
+        else:
+            _, begin, end = made_from
+            nbytes += end - begin
+            derived = True
+    return nbytes if derived else None
 
 
 def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int | None) -> tuple[int, ...]:
@@ -317,35 +273,3 @@ def _shard_names(names: Iterable[str]) -> list[str]:
             f"of the Llama shards {listed(shards)}, {listed(missing)} is missing"
         )
     return shards
-
-
-def _read_params(path: Path) -> _Params:
-    with open(path, "rb") as file:
-        text = file.read(MAX_PARAMS_NBYTES + 1)
-    try:
-        params = json.loads(text[:MAX_PARAMS_NBYTES].decode())
-    except (ValueError, RecursionError) as error:
-        raise UnsupportedCheckpointError(f"{PARAMS} is not JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise UnsupportedCheckpointError(f"{PARAMS} is not a JSON object")
-    dim = _number(params, "dim")
-    heads = _number(params, "n_heads")
-    kv_heads = _number(params, "n_kv_heads") or heads
-    if not dim or (heads and dim % heads and not params.get("head_dim")):
-        raise UnsupportedCheckpointError(
-            f"{PARAMS} has the dim {dim} and {heads} heads: expected the dim of a Llama model, a multiple of its heads"
-        )
-    head_dim = _number(params, "head_dim") or (dim // heads if heads else 0)
-    return _Params(dim, _number(params, "vocab_size"), heads * head_dim, kv_heads * head_dim)
-
-
-def _number(params: Mapping[str, object], key: str) -> int:
-    """A count, 0 where there is none: Llama 1 and 2 write -1 for a vocabulary that the tokenizer knows."""
-    value = params.get(key)
-    if value is None or value == -1:
-        return 0
-    if type(value) is not int or not 0 < value < 2**31:
-        raise UnsupportedCheckpointError(
-            f"{PARAMS} has the {key} {str(value)[:40]}: expected a count"
-        )
-    return value

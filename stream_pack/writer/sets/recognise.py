@@ -9,9 +9,11 @@ from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.writer.sets.composite import OpenFile, listed
 from stream_pack.writer.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
 from stream_pack.writer.sets.hugging_face import is_index_name, open_hugging_face
-from stream_pack.writer.sets.llama import PARAMS, LlamaSource, is_shard_name
+from stream_pack.writer.sets.llama import LlamaSource, is_shard_name
+from stream_pack.writer.sets.llama_params import PARAMS
 from stream_pack.writer.sets.ninja import TYPE_FILE, NinjaSource
 from stream_pack.writer.source import Source
+from stream_pack.writer.state_dict import Flatten
 
 __all__ = ["open_folder"]
 
@@ -22,8 +24,10 @@ _LOOKED_FOR = (
 )
 
 
-def open_folder(folder: Path, *, open_file: OpenFile) -> Source:
+def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Source:
     """The set of files that ``folder`` holds, as one source.
+
+    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved.
 
     Raises: UnsupportedCheckpointError for a folder that holds none, or more than one; as the set's own source; OSError.
     """
@@ -52,7 +56,7 @@ def open_folder(folder: Path, *, open_file: OpenFile) -> Source:
                 f"the folder {str(folder)!r} holds the shards of a torch.distributed checkpoint, but no {METADATA}, "
                 "which is written last: the save did not finish"
             )
-        return DcpSource(folder)
+        return DcpSource(folder, flatten=flatten)
     if TYPE_FILE in names:
         return NinjaSource(folder)
     single = [name for name in names if name.endswith(_WEIGHTS)]

@@ -9,7 +9,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -63,7 +63,7 @@ def main(folder: str, whole: str) -> None:
         }
         state["step"] = 7
         state["config"] = {"layers": [1, 2], "name": "x"}
-        dcp.save(state, checkpoint_id=folder)
+        save(state, checkpoint_id=folder)
         if dist.get_rank() == 0:
             torch.save(model, whole)
     finally:

@@ -166,6 +166,15 @@ def test_a_plan_never_grows_beyond_its_limit() -> None:
         tiled("w", (2**20, 3, 2), boxes, bits=8)
 
 
+def test_parts_that_all_overlap_along_the_first_dim_do_not_take_for_ever() -> None:
+    # Each column is cut in two at another row, so every row is made of runs that no other row has.
+    n = 3000
+    upper = [Box((0, k), (k + 1, 1)) for k in range(n)]
+    lower = [Box((k + 1, k), (n - k, 1)) for k in range(n)]
+    with pytest.raises(UnsupportedCheckpointError, match="more than 1000000 runs"):
+        tiled("w", (n + 1, n), upper + lower, bits=8)
+
+
 def test_a_part_that_ends_early_is_named() -> None:
     parts = [Part([b"ab"], what="the chunk of w"), Part([b"cdef"], what="the other")]
     with pytest.raises(TruncatedSourceError, match="the chunk of w ends 2 bytes before it should"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def write_bin(folder: Path) -> Path:
     weight_map = {}
     for stem, tensors in zip(SHARDS, bin_shards()):
         torch.save(tensors, folder / f"{stem}.bin")
-        weight_map.update({tensor: f"{stem}.bin" for tensor in tensors})
+        weight_map.update(dict.fromkeys(tensors, f"{stem}.bin"))
     return write_index(folder / "pytorch_model.bin.index.json", weight_map)
 
 
@@ -196,6 +197,7 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     "file", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "\ud800", "a\\b", 7, None]
 )
 def test_an_index_can_name_nothing_outside_its_folder(tmp_path: Path, file: object) -> None:
+    """onnx#3991, onnx#6959: a file named by data was read from anywhere."""
     index = write_index(tmp_path / "m.index.json", {"w": file})
     with pytest.raises(UnsupportedCheckpointError, match="plain name of a file|places 'w' in"):
         open_source(index)
@@ -275,14 +277,78 @@ def test_shards_of_a_distributed_save_are_refused(tmp_path: Path) -> None:
         open_source(index)
 
 
-def test_no_file_stays_open_after_a_refusal_or_a_conversion(tmp_path: Path) -> None:
-    """LC#16765: of several files only the last was kept; here all are used, and all are given back."""
+def test_files_stand_in_the_order_of_their_names_whatever_order_the_index_has(
+    tmp_path: Path,
+) -> None:
     index = write_safetensors(tmp_path)
-    report = stream_pack.convert(index, tmp_path / "out.pack")
+    weight_map = json.loads(index.read_text())["weight_map"]
+    with open_source(index) as source:
+        names = source.catalog.names
+    write_index(index, dict(sorted(weight_map.items(), key=lambda item: item[1], reverse=True)))
+    with open_source(index) as source:
+        assert source.catalog.names == names
+
+
+def test_what_is_gathered_counts_as_made_from_its_own_shard(tmp_path: Path) -> None:
+    with open_source(write_bin(tmp_path)) as source:
+        catalog = source.catalog
+        storages = dict(zip(catalog.names, catalog.storages.tolist()))
+        nbytes = shards()[1]["head"].nbytes
+        assert catalog.derived == {storages["turned"]: (storages["head"], 0, nbytes)}
+
+
+def test_a_damaged_tensor_that_nobody_wants_is_found_all_the_same(tmp_path: Path) -> None:
+    index = write_bin(tmp_path)
+    shard = tmp_path / f"{SHARDS[0]}.bin"
+    data = bytearray(shard.read_bytes())
+    data[data.index(shards()[0]["layers.0.w"].numpy().tobytes())] ^= 1
+    shard.write_bytes(data)
+    with open_source(index) as source:
+        rows = [source.catalog.names.index(name) for name in ("embed", "scalar", "tied")]
+        _, requests = requests_for(source.catalog, rows)
+        with pytest.raises(SourceChecksumError, match=r"layers\.0\.w"):
+            collect(source, requests, options(in_order=True, spool=Spool(None)))
+
+
+def write_compressed(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A set whose first shard can only be read from its first byte to its last, its storages in reverse order."""
+    tensors = {"b": torch.arange(50.0), "a": torch.arange(40.0), "c": torch.arange(30.0)}
+    torch.save(tensors, folder / "1.bin")
+    with zipfile.ZipFile(folder / "1.bin") as plain:
+        members = {info.filename: plain.read(info) for info in plain.infolist()}
+    storages = [name for name in members if "/data/" in name]
+    order = [name for name in members if name not in storages] + storages[::-1]
+    with zipfile.ZipFile(folder / "1.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        for name in order:
+            packed.writestr(name, members[name])
+    torch.save({"d": torch.ones(3)}, folder / "2.bin")
+    weight_map = dict.fromkeys("abc", "1.bin") | {"d": "2.bin"}
+    return write_index(folder / "m.index.json", weight_map), tensors | {"d": torch.ones(3)}
+
+
+def test_a_compressed_shard_that_comes_in_its_own_order_is_spooled_for_a_stream(
+    tmp_path: Path,
+) -> None:
+    index, _ = write_compressed(tmp_path)
+    stream_pack.convert(index, tmp_path / "file.pack")
+    with open(tmp_path / "stream.pack", "wb", buffering=0) as out:
+        report = stream_pack.convert(index, out, spool_dir=tmp_path)
+    assert (tmp_path / "stream.pack").read_bytes() == (tmp_path / "file.pack").read_bytes()
+    assert report.spool_nbytes > 0
+
+
+def test_a_shard_that_comes_in_its_own_order_is_not_waited_for(tmp_path: Path) -> None:
+    index, tensors = write_compressed(tmp_path)
+    with open_source(index) as source:
+        assert not source.chooses_order
+        names = ["a", "d", "b", "c"]
+        rows = [source.catalog.names.index(name) for name in names]
+        _, requests = requests_for(source.catalog, rows)
+        data = collect(source, requests, options(in_order=True, spool=Spool(tmp_path)))
+    assert data == [tensors[name].numpy().tobytes() for name in names]
+
+
+def test_every_file_counts_in_the_report(tmp_path: Path) -> None:
+    """LC#16765: of several files only the last was kept."""
+    report = stream_pack.convert(write_safetensors(tmp_path), tmp_path / "out.pack")
     assert report.source_nbytes == sum(t.nbytes for shard in shards() for t in shard.values())
-    second = tmp_path / f"{SHARDS[1]}.safetensors"
-    second.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(UnsupportedCheckpointError):
-        open_source(index)
-    opened = {path.resolve() for path in Path("/proc/self/fd").iterdir()}
-    assert not any(path.is_relative_to(tmp_path) for path in opened)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -12,13 +13,21 @@ import torch
 
 import stream_pack
 from stream_pack.errors import (
+    LimitError,
     SourceChecksumError,
     TruncatedSourceError,
     UnsupportedCheckpointError,
 )
 from stream_pack.writer.open_source import open_source
 from tests.writer.sets.expectations import expected_of, read_path
-from tests.writer.source_suite import Expected, MakeSource, SourceSuite
+from tests.writer.source_suite import (
+    Expected,
+    MakeSource,
+    SourceSuite,
+    collect,
+    options,
+    requests_for,
+)
 
 PARAMS = {
     "dim": 16,
@@ -110,7 +119,7 @@ class TestFourShardsOfLlama3(TestTwoShardsOfLlama2):
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> MakeSource:
-        write(tmp_path, cut(whole_model(), self.shards, self.layout), PARAMS | {"n_kv_heads": 2})
+        write(tmp_path, cut(whole_model(), self.shards, self.layout))
         return lambda: open_source(tmp_path)
 
 
@@ -133,12 +142,22 @@ def test_any_number_of_shards_gives_the_pack_of_the_whole_model(
         assert (tmp_path / "stream.pack").read_bytes() == target.read_bytes()
 
 
+def test_by_name_both_layouts_give_the_pack_of_the_whole_model(tmp_path: Path) -> None:
+    model = whole_model()
+    torch.save(model, tmp_path / "whole.pt")
+    stream_pack.convert(tmp_path / "whole.pt", tmp_path / "whole.pack", order="name")
+    for number, layout in enumerate((LLAMA_2, LLAMA_3)):
+        folder = write(tmp_path / str(number), cut(model, 2, layout))
+        stream_pack.convert(folder, target := tmp_path / "out.pack", order="name")
+        assert target.read_bytes() == (tmp_path / "whole.pack").read_bytes()
+
+
 def test_shards_of_uneven_length_are_put_together_too(tmp_path: Path) -> None:
     model = whole_model()
     parts: list[dict[str, torch.Tensor]] = [{}, {}]
     for name, tensor in model.items():
         dim = LLAMA_2[name.split(".")[-2]]
-        cuts = (tensor, tensor) if dim is None else tensor.split([2, tensor.shape[dim] - 2], dim)
+        cuts = (tensor, tensor) if dim is None else torch.tensor_split(tensor, [2], dim)
         for part, piece in zip(parts, cuts):
             part[name] = piece.contiguous()
     assert read_path(write(tmp_path, parts)) == {n: e.data for n, e in expected_of(model).items()}
@@ -178,30 +197,47 @@ def test_a_vocabulary_that_params_does_not_know_is_taken_from_the_shards(tmp_pat
         assert len(read_path(tmp_path)["output.weight"]) == 24 * 16 * 2
 
 
-Change = Callable[[list[dict[str, torch.Tensor]]], object]
+Shards = list[dict[str, torch.Tensor]]
 
 
-def drop_last(parts: list[dict[str, torch.Tensor]]) -> None:
-    parts.pop()
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)
+
+
+def in_second(name: str, tensor: torch.Tensor) -> Callable[[Shards], object]:
+    return lambda shards: shards[1].update({name: tensor})
+
+
+def in_both(name: str, tensor: torch.Tensor) -> Callable[[Shards], object]:
+    return lambda shards: [shard.update({name: tensor}) for shard in shards]
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (drop_last, r"'tok_embeddings.weight' make up the shape \[24, 8\], and params.json says \[24, 16\]"),
+        (
+            lambda p: p.pop(),
+            r"'tok_embeddings.weight' make up the shape \[24, 8\], and params.json says \[24, 16\]",
+        ),
         (lambda p: p[1].pop("norm.weight"), "differ in the tensors 'norm.weight'"),
         (lambda p: p[0].pop("norm.weight"), "differ in the tensors 'norm.weight'"),
-        (lambda p: p[1].update({"norm.weight": p[1]["norm.weight"].float()}), "different dtypes in the shards: bfloat16, float32"),
-        (lambda p: p[1].update({"norm.weight": torch.ones(8).bfloat16()}), "shapes that do not go together"),
-        (lambda p: p[1].update({"output.weight": torch.ones(12, 8).bfloat16()}), "shapes that do not go together"),
-        (lambda p: p[1].update({"output.weight": torch.ones(13, 16).bfloat16()}), r"'output.weight' make up the shape \[25, 16\]"),
-        (lambda p: [s.update({"gate.weight": torch.ones(2, 2)}) for s in p], "'gate.weight', of shape .* is not known"),
-        (lambda p: [s.update({"layers.0.attention.wq.weight": torch.ones(8)}) for s in p], "is not known"),
-        (lambda p: [s.update({"layers.0.attention.wk.weight": torch.ones(16, 16)}) for s in p], r"wk.weight' make up the shape \[32, 16\], and params.json says \[8, 16\]"),
+        (
+            in_second("norm.weight", torch.ones(16)),
+            "different dtypes in the shards: bfloat16, float32",
+        ),
+        (in_second("norm.weight", bf16(8)), "shapes that do not go together"),
+        (in_second("output.weight", bf16(12, 8)), "shapes that do not go together"),
+        (in_second("output.weight", bf16(13, 16)), r"'output.weight' make up the shape \[25, 16\]"),
+        (in_both("gate.weight", bf16(2, 2)), "'gate.weight', of shape .* is not known"),
+        (in_both("layers.0.attention.wq.weight", bf16(8)), "is not known"),
+        (
+            in_both("layers.0.attention.wk.weight", bf16(16, 16)),
+            r"make up the shape \[32, 16\], .* says \[8, 16\]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_shards_that_do_not_go_together_are_refused_before_a_byte_is_written(
-    tmp_path: Path, change: Change, why: str
+    tmp_path: Path, change: Callable[[Shards], object], why: str
 ) -> None:
     parts = contiguous(cut(whole_model(), 2, LLAMA_2))
     change(parts)
@@ -216,6 +252,15 @@ def test_a_missing_shard_of_llama_3_is_seen_in_the_vocabulary(tmp_path: Path) ->
         UnsupportedCheckpointError, match=r"\[18, 16\], and params.json says \[24, 16\]"
     ):
         open_source(write(tmp_path, parts))
+
+
+def test_a_shard_of_one_number_does_not_become_a_large_tensor(tmp_path: Path) -> None:
+    shape = (1 << 20, 16)
+    part = {"output.weight": torch.ones(1).expand(shape)}
+    folder = write(tmp_path, [part, part], {"dim": 16})
+    with pytest.raises(LimitError, match="allow_blowup|allow-blowup|4 times"):
+        stream_pack.convert(folder, tmp_path / "out.pack")
+    assert not (tmp_path / "out.pack").exists()
 
 
 def test_a_gap_among_the_shards_is_named(tmp_path: Path) -> None:
@@ -257,6 +302,33 @@ def test_damage_in_a_shard_is_found_wherever_it_is(tmp_path: Path) -> None:
     with pytest.raises(TruncatedSourceError, match=r"^consolidated\.01\.pth: "):
         stream_pack.convert(folder, tmp_path / "out.pack")
     assert not (tmp_path / "out.pack").exists()
+
+
+def test_damage_in_a_tensor_that_nobody_wants_is_found_all_the_same(tmp_path: Path) -> None:
+    parts = contiguous(cut(whole_model(), 2, LLAMA_2))
+    write(tmp_path, parts)
+    shard = tmp_path / "consolidated.01.pth"
+    data = bytearray(shard.read_bytes())
+    data[data.index(bytes(parts[1]["output.weight"].view(torch.uint8).numpy()))] ^= 1
+    shard.write_bytes(data)
+    with open_source(tmp_path) as source:
+        _, requests = requests_for(source.catalog, [source.catalog.names.index("norm.weight")])
+        with pytest.raises(SourceChecksumError, match=r"^consolidated\.01\.pth: .*output\.weight"):
+            collect(source, requests, options())
+
+
+def test_a_compressed_shard_is_refused_because_it_cannot_wait_for_the_others(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, contiguous(cut(whole_model(), 2, LLAMA_2)))
+    shard = tmp_path / "consolidated.01.pth"
+    with zipfile.ZipFile(shard) as plain:
+        members = {info.filename: plain.read(info) for info in plain.infolist()}
+    with zipfile.ZipFile(shard, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in members.items():
+            packed.writestr(name, content)
+    with pytest.raises(UnsupportedCheckpointError, match=r"consolidated\.01\.pth"):
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

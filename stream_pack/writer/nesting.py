@@ -1,0 +1,359 @@
+"""Which of the values that a checkpoint nests are the tensors wanted, and what they are called.
+
+The rule: a flat dict of tensors is taken as it is.  Of a dict of dicts, the one under a key of :data:`MODELS` is taken
+if exactly one of these holds tensors; otherwise somebody has to say which (``key``), so that an optimizer's state is
+never packed by accident.  Below the dict that was taken, nested dicts become dotted names, and the items of lists and
+tuples are called by their number: ``{"a": {"b": [x]}}`` is ``a.b.0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.writer.state_dict import (
+    MAX_LISTED,
+    Flatten,
+    StateDict,
+    holds_tensors,
+    leaves,
+    listed,
+    shown,
+    what_it_is,
+)
+from stream_pack.writer.torch_globals import Tensor, TypedStorage, Unpackable
+from stream_pack.writer.unpickler import Opaque
+
+__all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
+
+Key: TypeAlias = "str | Sequence[str] | None"
+"""Where to look: steps, or a text of steps joined by dots (a key that holds dots itself comes first); ``"."``: the
+whole checkpoint; None: by the rule above."""
+
+MODELS = ("state_dict", "model", "model_state_dict")
+"""The keys under which training loops keep the model beside its optimizer."""
+
+WHOLE = "."
+
+MAX_DEPTH = 100
+"""Dicts in dicts around a tensor that is to get a name: modules nest a dozen."""
+MAX_NAMES_NBYTES = 256 << 20
+"""All names together, as much as a pickle may have: what is below a shared dict is named under each of its keys."""
+MAX_VISITED = 8_000_000
+"""Values looked at, shared ones each time: a model of a million tensors and its optimizer have four millions."""
+
+
+def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
+    """The function that finds the tensors below ``key`` in a pickle's value.
+
+    ``ignore_unknown``: leave out, and mention, objects that only code could rebuild, and whatever they hold.  Without
+    it their presence anywhere in the pickle is a refusal.
+
+    Raises (the function): UnsupportedCheckpointError, naming the tensors, keys or objects in question.
+    """
+
+    def flatten(value: object, unknown: Collection[str]) -> StateDict:
+        clean: set[int] = set()
+        chosen = choose(value, key, clean)
+        if not isinstance(chosen.value, dict | list | tuple) or chosen.unnamed:
+            raise _refused(f"the checkpoint is {what_it_is(chosen.value)}", unknown)
+        found = _Found(clean)
+        if not chosen.nested:
+            found.collect(chosen.value)
+        if found.refused:
+            raise _refused(listed(found.refused, "; "), unknown)
+        if unknown and not ignore_unknown:
+            raise UnsupportedCheckpointError(
+                "the checkpoint names objects that are no plain data, and that loading it would run code "
+                f"of: {listed(unknown)}; leave them out with --ignore-unknown (ignore_unknown=True), or save a state "
+                "dict of tensors only"
+            )
+        if chosen.nested:
+            where = f"below {chosen.where} " if chosen.path else ""
+            raise UnsupportedCheckpointError(
+                f"this is no flat state dict: tensors are {where}nested below "
+                f"{listed(map(shown, chosen.nested))} (its keys: {_keys(chosen.value)}); choose with --key (key=), "
+                f"{shown(WHOLE)} for all of it, or look at them with --list-keys"
+            )
+        if found.objects and not ignore_unknown:
+            raise UnsupportedCheckpointError(
+                f"tensors stand inside objects that are no dict, list or tuple: below {listed(found.objects)}; leave "
+                "them out with --ignore-unknown (ignore_unknown=True), or save them under names of their own"
+            )
+        if chosen.value and not found.tensors:
+            raise UnsupportedCheckpointError(
+                f"the checkpoint holds no tensors{f' below {chosen.where}' if chosen.path else ''}; its keys: "
+                f"{_keys(chosen.value)}"
+            )
+        return StateDict(found.tensors, found.ignored, (*chosen.remarks(), *found.remarks(unknown)))
+
+    return flatten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """A value of the checkpoint, and the way to it.
+
+    ``by_rule``: nobody asked for it.  ``left_out``: keys beside the way that hold tensors too.  ``nested``: keys in
+    it that hold tensors, and that nobody chose.  ``unnamed``: its tensors would have no names.
+    """
+
+    value: object
+    path: tuple[str, ...]
+    by_rule: bool
+    left_out: tuple[str, ...] = ()
+    nested: tuple[object, ...] = ()
+    unnamed: bool = False
+
+    @property
+    def where(self) -> str:
+        """The way, for a message."""
+        return " / ".join(map(shown, self.path))
+
+    def remarks(self) -> tuple[str, ...]:
+        """What was decided without being asked."""
+        if not self.by_rule or not self.path:
+            return ()
+        others = (
+            f", and left out the tensors below {listed(self.left_out)}" if self.left_out else ""
+        )
+        return (f"took the tensors below {self.where}{others}",)
+
+
+def choose(value: object, key: Key, clean: set[int]) -> Chosen:
+    """The part of a pickle's value that ``key`` says, or the rule.  ``clean``: as for :func:`leaves`.
+
+    Raises: UnsupportedCheckpointError when there is nothing under ``key``.
+    """
+    if key is None:
+        return _by_rule(value, clean)
+    path = () if key == WHOLE else _resolved(value, key) if isinstance(key, str) else tuple(key)
+    found = None if path is None else _at(value, path)
+    if path is None or found is None:
+        text = key if isinstance(key, str) else ".".join(key)
+        raise UnsupportedCheckpointError(
+            f"the checkpoint has nothing under the key {shown(text)}; its keys: {_keys(value)}"
+        )
+    if isinstance(found[0], Tensor | Unpackable) and path:
+        raise UnsupportedCheckpointError(
+            f"the key {shown('.'.join(path))} is that of a single tensor: choose what holds it, and then the "
+            "tensor with --include (include=)"
+        )
+    return Chosen(found[0], path, by_rule=False)
+
+
+def _by_rule(value: object, clean: set[int]) -> Chosen:
+    path: list[str] = []
+    left_out: list[str] = []
+    while type(value) is dict and len(path) < MAX_DEPTH:
+        models = [name for name in MODELS if holds_tensors(value.get(name), clean)]
+        if len(models) != 1 or not isinstance(value[models[0]], dict | list | tuple):
+            break
+        left_out += map(shown, _with_tensors(value, clean, but=models[0]))
+        path.append(models[0])
+        value = value[models[0]]
+    if type(value) is not dict:
+        unnamed = not path
+        return Chosen(value, tuple(path), by_rule=True, left_out=tuple(left_out), unnamed=unnamed)
+    nested: Iterable[object] = _nested(value, clean)
+    if path:
+        # Nested modules are fine there, but a training loop may keep more than its model under this key.
+        nested = (
+            k for k in nested if k in MODELS or (type(k) is str and k.lower().startswith("optim"))
+        )
+    return Chosen(
+        value,
+        tuple(path),
+        by_rule=True,
+        left_out=tuple(left_out),
+        nested=tuple(_some(nested)),
+    )
+
+
+def _nested(value: dict[object, object], clean: set[int]) -> Iterator[object]:
+    return (key for key, item in value.items() if holds_tensors(item, clean))
+
+
+def _with_tensors(value: dict[object, object], clean: set[int], *, but: str) -> list[object]:
+    """A few keys, other than ``but``, of tensors or of what holds some."""
+    return _some(
+        key
+        for key, item in value.items()
+        if key != but and (isinstance(item, Tensor | Unpackable) or holds_tensors(item, clean))
+    )
+
+
+def _some(keys: Iterable[object]) -> list[object]:
+    """As many as a message lists, and one more: finding them all may take long."""
+    return [key for key, _ in zip(keys, range(MAX_LISTED + 1))]
+
+
+def _resolved(value: object, text: str) -> tuple[str, ...] | None:
+    """The steps that ``text`` stands for: of all ways to cut it at dots, that with the longest first step there is."""
+    todo: list[tuple[object, str, tuple[str, ...]]] = [(value, text, ())]
+    while todo:
+        here, rest, path = todo.pop()
+        if len(path) > MAX_DEPTH:
+            continue
+        cuts = [at for at, character in enumerate(rest) if character == "."]
+        for at in cuts:  # the shortest step is pushed first, and so looked at last
+            found = _at(here, (rest[:at],))
+            if found is not None:
+                todo.append((found[0], rest[at + 1 :], (*path, rest[:at])))
+        if _at(here, (rest,)) is not None:
+            return (*path, rest)
+    return None
+
+
+def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
+    """What stands at the end of ``path``, in a tuple; None if there is no such way."""
+    for step in path:
+        if type(value) is dict and step in value:
+            value = value[step]
+        elif isinstance(value, list | tuple) and _is_index(step) and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return (value,)
+
+
+def _is_index(step: str) -> bool:
+    return step.isascii() and step.isdecimal() and len(step) < 10 and step == str(int(step))
+
+
+class _Found:
+    """What is found below a value; ``refused`` and ``objects`` say where, for messages."""
+
+    def __init__(self, clean: set[int]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.refused: list[str] = []
+        self.objects: list[str] = []
+        self.ignored = 0
+        self._inside_objects = 0
+        self._clean = clean
+
+    def collect(self, root: dict[object, object] | list[object] | tuple[object, ...]) -> None:
+        """Name every tensor below ``root``, in the order of the pickle."""
+        visited = names_nbytes = 0
+        levels = [_Level(_items(root), "", id(root), 0, -1)]
+        while levels:
+            level = levels[-1]
+            pair = next(level.items, None)
+            if pair is None:
+                levels.pop()
+                if self._met() == level.met and levels:
+                    self._clean.add(level.identity)
+                    self.ignored = level.ignored + 1
+                continue
+            visited += 1
+            if visited > MAX_VISITED:
+                raise UnsupportedCheckpointError(
+                    f"the checkpoint nests more than {MAX_VISITED} values: choose a part of it with --key (key=)"
+                )
+            key, item = pair
+            kind = type(item)
+            if kind is Tensor or kind is Unpackable or kind is TypedStorage:
+                name = self._name(level.prefix, key)
+                names_nbytes += len(name) + 1
+                self._take(name, item)
+            elif kind is Opaque:
+                seen: set[int] = set()
+                inside = sum(1 for _ in leaves(item, self._clean, seen))
+                visited += len(seen)
+                self._inside_objects += inside
+                if inside:
+                    self.objects.append(f"{_path(level.prefix, key)}, a {shown(item)}")
+                else:
+                    self.ignored += 1
+            elif not isinstance(item, dict | list | tuple) or id(item) in self._clean:
+                self.ignored += 1
+            elif type(key) is str and len(levels) < MAX_DEPTH:
+                prefix = f"{level.prefix}{key}."
+                names_nbytes += len(prefix)
+                levels.append(_Level(_items(item), prefix, id(item), self.ignored, self._met()))
+            elif holds_tensors(item, self._clean):
+                self._name(level.prefix, key)
+                raise UnsupportedCheckpointError(
+                    f"tensors are nested more than {MAX_DEPTH} levels deep, below {level.prefix[:200]!r}: choose a "
+                    "part of the checkpoint with --key (key=)"
+                )
+            else:
+                self.ignored += 1
+            if names_nbytes > MAX_NAMES_NBYTES:
+                raise UnsupportedCheckpointError(
+                    f"the names of the tensors take more than {MAX_NAMES_NBYTES} bytes: choose a part of the "
+                    "checkpoint with --key (key=)"
+                )
+
+    def remarks(self, unknown: Collection[str]) -> Iterator[str]:
+        """What was left out."""
+        if self.ignored:
+            yield f"values that are no tensors, left out: {self.ignored}"
+        if unknown or self.objects:
+            inside = self._inside_objects
+            tensors = f", and the tensors inside them ({inside})" if inside else ""
+            yield (
+                f"objects that only code could rebuild were left out{tensors}: "
+                f"{listed(unknown) if unknown else listed(self.objects)}"
+            )
+
+    def _met(self) -> int:
+        return len(self.tensors) + len(self.refused) + len(self.objects)
+
+    def _take(self, name: str, item: object) -> None:
+        if type(item) is Tensor:
+            if name in self.tensors:
+                raise UnsupportedCheckpointError(
+                    f"two tensors are named {shown(name)}: one under a key that holds a dot, the other nested; "
+                    "choose a part of the checkpoint with --key (key=)"
+                )
+            self.tensors[name] = item
+        elif type(item) is Unpackable:
+            self.refused.append(f"tensor {shown(name)} is {item.what}: {item.advice}")
+        else:
+            self.refused.append(f"{shown(name)} is a bare storage: save a tensor of it")
+
+    def _name(self, prefix: str, key: object) -> str:
+        if type(key) is not str:
+            below = f" below {prefix[:-1][:200]!r}" if prefix else ""
+            raise UnsupportedCheckpointError(
+                f"a tensor stands under the key {shown(key)}{below}: only text can name a tensor"
+            )
+        return prefix + key
+
+
+@dataclass(slots=True)
+class _Level:
+    """A dict or list that is being looked through; ``ignored`` and ``met``: the counts before it."""
+
+    items: Iterator[tuple[object, object]]
+    prefix: str
+    identity: int
+    ignored: int
+    met: int
+
+
+def _items(value: object) -> Iterator[tuple[object, object]]:
+    if isinstance(value, dict):
+        return iter(value.items())
+    assert isinstance(value, list | tuple)
+    return ((str(number), item) for number, item in enumerate(value))
+
+
+def _path(prefix: str, key: object) -> str:
+    return shown(f"{prefix}{key}") if type(key) is str else f"{shown(prefix)} / {shown(key)}"
+
+
+def _keys(value: object) -> str:
+    if isinstance(value, dict):
+        return listed(shown(key) for key in value) or "none"
+    if isinstance(value, list | tuple):
+        return f"0 to {len(value) - 1}" if value else "none"
+    return "none"
+
+
+def _refused(why: str, unknown: Collection[str]) -> UnsupportedCheckpointError:
+    also = f" (it also names {listed(unknown)})" if unknown else ""
+    return UnsupportedCheckpointError(f"{why}{also}")

@@ -1,0 +1,94 @@
+"""The forecast says what the conversion then does, and reads no tensor data for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+import stream_pack
+from stream_pack.errors import LimitError
+from stream_pack.report import Forecast, Report
+from tests.support.torch_zips import saved
+from tests.writer.byte_sources import Dribble
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    w = torch.arange(30_000.0).reshape(300, 100)
+    return {
+        "w": w,
+        "tied": w,
+        "view": w[1:3],
+        "rest": torch.arange(5000.0)[1000:],
+        "t": torch.arange(600.0).reshape(20, 30).t(),
+        "ids": torch.arange(7),
+    }
+
+
+def assert_foretold(forecast: Forecast, report: Report) -> None:
+    for field in dataclasses.fields(Forecast):
+        if field.name not in ("buffers", "peak_memory_nbytes"):
+            assert getattr(forecast, field.name) == getattr(report, field.name), field.name
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16", "f64"])
+def test_it_says_what_the_report_says_afterwards(dtype: str | None, tmp_path: Path) -> None:
+    data = saved(tensors())
+    (tmp_path / "model.pt").write_bytes(data)
+    for make in (lambda: tmp_path / "model.pt", lambda: Dribble(data, step=1000), tensors):
+        forecast = stream_pack.forecast(make(), dtype=dtype, metadata={"k": "v"})
+        report = stream_pack.convert(make(), tmp_path / "pack", dtype=dtype, metadata={"k": "v"})
+        assert_foretold(forecast, report)
+        assert forecast.target_nbytes == (tmp_path / "pack").stat().st_size
+        assert (
+            forecast.buffers == 5
+        )  # w and tied share one; the view's start, byte 400, is not aligned
+
+
+def test_into_a_stream_it_foretells_what_has_to_wait(tmp_path: Path) -> None:
+    data = saved(tensors())
+    forecast = stream_pack.forecast(Dribble(data, step=1000), order="name", to_stream=True)
+    report = stream_pack.convert(
+        Dribble(data, step=1000), io.BytesIO(), order="name", spool_dir=tmp_path
+    )
+    # By name: ids, rest, t, tied, view, w.  By the time ids comes, last, all others wait; t was spooled before.
+    assert report.spool_nbytes <= forecast.spool_nbytes
+    assert forecast.spool_nbytes == 4 * (30_000 + 200 + 4000 + 600) + 2400
+
+
+def test_what_waits_at_most_counts_not_what_waits_last(tmp_path: Path) -> None:
+    # c waits for a, then e for d.
+    given = {"c": torch.arange(100.0), "a": torch.ones(1), "e": torch.ones(5), "d": torch.ones(1)}
+    data = saved(given)
+    forecast = stream_pack.forecast(Dribble(data, step=1000), order="name", to_stream=True)
+    assert forecast.spool_nbytes == 400
+    target = io.BytesIO()
+    report = stream_pack.convert(Dribble(data, step=1000), target, order="name", spool_dir=tmp_path)
+    assert report.spool_nbytes == 400
+
+
+def test_of_a_pipe_only_the_head_is_read() -> None:
+    data = saved({"w": torch.arange(1_000_000.0)})
+    pipe = Dribble(data, step=100)
+    assert stream_pack.forecast(pipe).tensors == 1
+    assert pipe.taken <= data.index(torch.arange(3.0).numpy().tobytes()) + 100
+
+
+def test_what_the_conversion_would_refuse_is_refused() -> None:
+    with pytest.raises(LimitError, match="--allow-blowup"):
+        stream_pack.forecast({"x": torch.ones(1).expand(1 << 40)})
+    with pytest.raises(LimitError, match="max_memory"):
+        stream_pack.forecast(tensors(), max_memory=1)
+
+
+def test_the_table_adds_up_to_the_pack() -> None:
+    forecast = stream_pack.forecast(tensors(), dtype="bf16")
+    lines = forecast.to_text().splitlines()
+    assert lines[0] == "6 tensors, 1 of them tied or views, in 5 buffers"
+    assert lines[1] == "cast float32 -> bfloat16: 5 tensors"
+    rows = [(line[:32].strip(), int(line[32:].split()[0])) for line in lines[2:]]
+    total = [label for label, _ in rows].index("= pack")
+    assert sum(nbytes for _, nbytes in rows[:total]) == rows[total][1] == forecast.target_nbytes
