@@ -105,11 +105,11 @@ _ADVICE: dict[Kind, str] = {
     Kind.PTD: "an ExecuTorch data file (.ptd): take the checkpoint it was made from",
     Kind.ZIP: "a zip archive, but not of torch.save: unpack it first",
     Kind.TAR: "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)",
-    Kind.GZIP: "compressed: pipe it through gzip -dc",
-    Kind.ZSTD: "compressed: pipe it through zstd -dc",
-    Kind.XZ: "compressed: pipe it through xz -dc",
-    Kind.BZIP2: "compressed: pipe it through bzip2 -dc",
-    Kind.LZ4: "compressed: pipe it through lz4 -dc",
+    Kind.GZIP: "compressed data: pipe it through gzip -dc",
+    Kind.ZSTD: "compressed data: pipe it through zstd -dc",
+    Kind.XZ: "compressed data: pipe it through xz -dc",
+    Kind.BZIP2: "compressed data: pipe it through bzip2 -dc",
+    Kind.LZ4: "compressed data: pipe it through lz4 -dc",
     Kind.EMPTY: "empty input: did the program that writes it fail?",
     Kind.ZEROS: "nothing but zero bytes: a download that reserved its space and never filled it?",
     Kind.HTML: "a web page: the download gave a login or an error, not the file",
@@ -118,6 +118,9 @@ _ADVICE: dict[Kind, str] = {
     Kind.TEXT: "text",
     Kind.UNKNOWN: "no format known here",
 }
+CHECKPOINTS = frozenset({Kind.TORCH_ZIP, Kind.SAFETENSORS, Kind.TORCH_LEGACY, Kind.GGUF})
+"""What a pack can be made of."""
+
 _SHOWS_START = {Kind.HTML, Kind.LEADING_TEXT, Kind.TEXT}
 
 
@@ -181,7 +184,9 @@ def _zip_kind(entry: str) -> Kind:
     if record.startswith(("data/weights/", "data/constants/", "models/", "archive_")):
         return Kind.TORCH_EXPORT
     if not record and entry.endswith("/"):
-        return Kind.TORCH_ZIP  # an unpacked archive that was zipped again, its folder first; or anything else
+        return (
+            Kind.TORCH_ZIP
+        )  # an unpacked archive that was zipped again, its folder first; or anything else
     # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
     # was zipped again in another order.
     return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP

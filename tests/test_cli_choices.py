@@ -134,3 +134,33 @@ def test_casting_to_bfloat16_does_not_load_torch_where_ml_dtypes_is_installed(so
     )
     assert "ml_dtypes" in loaded
     assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_options_may_stand_anywhere(source: Path, where: int) -> None:
+    target = source.with_suffix(".pack")
+    words = [str(source), str(target)]
+    words[where:where] = ["--quiet", "--dtype", "bf16"]
+    assert main(["convert", *words]) == 0
+    assert stream_pack.load_file(target)["module.w"].dtype == torch.bfloat16
+
+
+def test_a_dry_run_needs_no_target(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "--dry-run", str(source), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["tensors"] == 3
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+
+
+def test_disk_space_that_a_pipe_needs_is_announced_before_the_pack_begins(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"t": torch.arange(60_000.0).reshape(200, 300).t()}, buffer)
+    argv = [sys.executable, "-m", "stream_pack", "convert", "-", str(tmp_path / "out")]
+    done = subprocess.run(argv, input=buffer.getvalue(), capture_output=True, check=True)
+    first, last = done.stderr.decode().splitlines()
+    assert "up to 234 KiB of disk space will be taken for a while" in first
+    assert str(tmp_path) in first
+    assert "234 KiB spooled" in last
+    done = subprocess.run(
+        [*argv, "--quiet"], input=buffer.getvalue(), capture_output=True, check=True
+    )
+    assert done.stderr == b""

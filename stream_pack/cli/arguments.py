@@ -35,7 +35,7 @@ class Arguments:
 
     command: str
     source: str
-    target: str = STANDARD
+    target: str = ""
     key: tuple[str, ...] = ()
     ignore_unknown: bool = False
     list_keys: bool = False
@@ -70,19 +70,17 @@ class Arguments:
 
 def parse(argv: Sequence[str]) -> Arguments:
     """Parse.  Raises: SystemExit, after printing help, the version, or what is wrong."""
-    parser = _parser()
-    namespace = parser.parse_args(argv)
+    nothing_is_written = not {"--list-keys", "--dry-run"}.isdisjoint(argv)
+    namespace = _parser(target_required=not nothing_is_written).parse_args(argv)
     values = {name: value for name, value in vars(namespace).items() if value is not None}
     # What was given several times is a list by now.
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
-    if namespace.command == "convert" and namespace.target is None and not namespace.list_keys:
-        parser.error("TARGET is missing: name a file, or - for stdout")
     return Arguments(**values)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, target_required: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stream_pack",
         description="Stream a PyTorch checkpoint into one memory-mapped pack; look at packs, and verify them.",
@@ -94,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     _convert(
         commands.add_parser(
             "convert", help="write a pack from a checkpoint, in one pass and constant memory"
-        )
+        ),
+        target_required=target_required,
     )
     _inspect(
         commands.add_parser("inspect", help="list the tensors of a pack, and what fills the file")
@@ -108,14 +107,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _convert(parser: argparse.ArgumentParser) -> None:
+def _convert(parser: argparse.ArgumentParser, *, target_required: bool) -> None:
     parser.description = (
         "Write a pack from a checkpoint: a file of torch.save, safetensors, GGUF or another pack, or a folder "
         "(Hugging Face shards, Llama shards, a torch.distributed checkpoint, an mmap-ninja array). "
         "A target file is replaced only when the pack is complete."
     )
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint; - reads stdin")
-    parser.add_argument("target", metavar="TARGET", nargs="?", help="the pack; - writes stdout")
+    # An optional TARGET would have to stand right behind SOURCE: argparse gives up on it at the next option.
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs=None if target_required else "?",
+        help="the pack; - writes stdout; not needed with --dry-run or --list-keys",
+    )
     _nesting(parser)
     _selection(parser)
     parser.add_argument(

@@ -83,7 +83,12 @@ def convert(arguments: Arguments, standard: Standard) -> int:
         return DONE
     with progress_bar(wanted=not arguments.quiet) as progress:
         report = library.convert(
-            source, target, spool_dir=arguments.spool_dir, progress=progress, **choices
+            source,
+            target,
+            spool_dir=arguments.spool_dir,
+            progress=progress,
+            announce=None if arguments.quiet else note,
+            **choices,
         )
     for warning in report.warnings:
         note(f"warning: {warning}")

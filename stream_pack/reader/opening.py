@@ -22,7 +22,7 @@ from stream_pack.head import Head, check_region
 from stream_pack.header import HEADER_NBYTES, Header
 from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.records import FOOTER_NBYTES, Footer, Locator
-from stream_pack.sniff import SNIFF_NBYTES, Kind, describe_start, sniff
+from stream_pack.sniff import CHECKPOINTS, SNIFF_NBYTES, Kind, describe_start, sniff
 
 __all__ = ["check_footer", "check_length", "naming", "read_head", "read_header"]
 
@@ -41,7 +41,10 @@ def read_header(file: FileRange) -> Header:
     try:
         return Header.decode(start[:HEADER_NBYTES])
     except NotAPackError as error:
-        raise NotAPackError(f"{error}; it looks like {describe_start(start)}") from None
+        advice = (
+            ": make a pack of it with `stream_pack convert`" if sniff(start) in CHECKPOINTS else ""
+        )
+        raise NotAPackError(f"{error}; found {describe_start(start)}{advice}") from None
 
 
 def read_head(file: FileRange) -> Head:

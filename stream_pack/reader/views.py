@@ -66,6 +66,19 @@ class View:
         array = self._lender.array(self._tensor, self._start, self.nbytes, writable=writable)
         return array.view(dtype).reshape(self.shape)
 
+    def __array__(
+        self, dtype: np.dtype[Any] | None = None, *, copy: bool | None = None
+    ) -> NDArray[Any]:
+        """For ``np.asarray(view)``: :meth:`numpy`."""
+        array = self.numpy()
+        if copy is False and dtype not in (None, array.dtype):
+            raise ValueError(f"tensor {self.name!r} cannot become {dtype} without a copy")
+        return np.array(array, dtype) if copy else array.astype(dtype or array.dtype, copy=False)
+
+    def __getitem__(self, key: object) -> View:
+        """A part of it, as ``pack.get_slice(name)[key]`` gives it."""
+        return TensorSlice(self)[key]
+
     def torch(self) -> Tensor:
         """The tensor, on the CPU, of copy-on-write memory that the file never sees.
 

@@ -239,7 +239,9 @@ class ByteStream:
                 return os.readv(self._fd, [memory])
             except BlockingIOError:
                 # A descriptor shared with a program that wants it non-blocking (ssh does): wait ourselves.
-                select.select([self._fd], [], [])
+                waiting = select.poll()
+                waiting.register(self._fd, select.POLLIN)
+                waiting.poll()
 
 
 def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:

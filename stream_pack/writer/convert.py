@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
-from stream_pack.errors import LimitError
+from stream_pack.errors import LimitError, OptionError
 from stream_pack.layout import Policy
 from stream_pack.report import Forecast, Report
 from stream_pack.writer.adapt import Adaptation, adapted
@@ -51,6 +51,7 @@ def convert(
     max_memory: int | None = None,
     spool_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
 ) -> Report:
     r"""Pack a checkpoint, in one pass and constant memory.
 
@@ -85,8 +86,8 @@ def convert(
     ``jobs``: threads, by default one a core and at most 4.  ``max_memory``: bytes of resident
     anonymous memory that the process stays below from here on, what it has already counted;
     what it takes is chosen accordingly.  ``spool_dir``: a folder for temporary files when the target
-    is a stream (with a path they lie beside it). ``progress(done, total)`` is called in bytes of
-    tensor data.
+    is a stream (with a path they lie beside it).  ``progress(done, total)`` is called in bytes of
+    tensor data.  ``announce(line)`` is called before the first byte when such files will be needed.
 
     Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the
     options that FORMAT.md names, never on ``jobs``, ``chunk_nbytes``, ``max_memory`` or how the
@@ -94,12 +95,12 @@ def convert(
     Raises: OptionError; SourceError, also when nothing is left by ``include`` and ``exclude`` or two
     tensors would have one name; LimitError; OSError.  A target path is then as it was before.
     """
-    _check_counts(jobs, chunk_nbytes)
+    _check_options(jobs, chunk_nbytes, alignment, metadata)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with ExitStack() as stack:
         sink = stack.enter_context(open_sink(target))
-        spool = Spool(sink.folder or spool_dir)
+        spool = Spool(sink.folder or spool_dir, announce=announce)
         opened = stack.enter_context(
             open_source(source, key=key, ignore_unknown=ignore_unknown, spool=spool)
         )
@@ -140,7 +141,7 @@ def forecast(
     ``to_stream``: the target is a descriptor or file object, not a path.
     Raises: what :func:`convert` would raise before its first byte.
     """
-    _check_counts(jobs, chunk_nbytes)
+    _check_options(jobs, chunk_nbytes, alignment, metadata)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with open_source(source, key=key, ignore_unknown=ignore_unknown) as opened:
@@ -187,7 +188,21 @@ def save_file(
     )
 
 
-def _check_counts(jobs: int | None, chunk_nbytes: int) -> None:
+def _check_options(jobs: object, chunk_nbytes: object, alignment: object, metadata: object) -> None:
+    for name, number in (("jobs", jobs), ("chunk_nbytes", chunk_nbytes)):
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
+            raise OptionError(f"{name}={number!r}: expected a whole number")
+    if not isinstance(alignment, Alignment):
+        raise OptionError(
+            f"alignment={alignment!r}: expected stream_pack.Alignment(small=..., large=...)"
+        )
+    if metadata is not None and not (
+        isinstance(metadata, Mapping)
+        and all(isinstance(text, str) for pair in metadata.items() for text in pair)
+    ):
+        raise OptionError(f"metadata={metadata!r}: expected a mapping of text to text")
+    assert jobs is None or isinstance(jobs, int)
+    assert isinstance(chunk_nbytes, int)
     if jobs is not None and jobs < 1:
         raise LimitError(f"{jobs} jobs: expected at least 1", value=jobs, limit=1)
     if chunk_nbytes < 1:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from stream_pack.errors import LimitError, TruncatedSourceError
+from stream_pack.report import human_nbytes
 
 __all__ = ["Spool", "SpoolFile"]
 
@@ -20,11 +21,18 @@ __all__ = ["Spool", "SpoolFile"]
 class Spool:
     """Where spool files may be made, and how much space they took.
 
-    ``folder`` None: nowhere; the first request for a file is refused.
+    ``folder`` None: nowhere; the first request for a file is refused.  ``announce`` is called once, with a line for a
+    person, as soon as it is certain that space will be taken.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] | None,
+        *,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
         self._folder = folder
+        self._announce = announce
         self._nbytes = 0
         self.peak_nbytes = 0
 
@@ -44,6 +52,10 @@ class Spool:
                 "no folder beside it; name one with --spool-dir (spool_dir=)",
                 value=nbytes,
             )
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            much = "disk space" if nbytes is None else f"up to {human_nbytes(nbytes)} of disk space"
+            announce(f"{why}: {much} will be taken for a while in {os.fspath(self._folder) or '.'}")
         return self._folder
 
     def open(self, *, why: str, nbytes: int | None) -> SpoolFile:

@@ -442,3 +442,26 @@ def test_notes_of_a_tensor_are_read(path: Path) -> None:
         assert pack.notes("a") == {}
         assert pack.notes("b") == {"type": "Q4_0", "by": "hand"}
         assert pack.metadata == {"k": "v"}
+
+
+def test_numpy_and_indexing_take_a_view_as_it_is(path: Path) -> None:
+    array = np.arange(24, dtype="<f4").reshape(6, 4)
+    stream_pack.save_file({"w": array}, path)
+    with stream_pack.open(path) as pack:
+        view = pack["w"]
+        same = np.asarray(view)
+        assert same.ctypes.data == view.numpy().ctypes.data
+        assert np.array_equal(same, array)
+        assert np.asarray(view, np.float64).dtype == np.float64
+        copied = np.array(view)
+        copied[0] = 7
+        assert np.array_equal(view[2:4].numpy(), array[2:4])
+        assert view[1].shape == (4,)
+
+
+def test_a_checkpoint_instead_of_a_pack_gets_the_command_that_makes_one(path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, path)
+    with pytest.raises(
+        stream_pack.NotAPackError, match="make a pack of it with `stream_pack convert`"
+    ):
+        stream_pack.open(path)

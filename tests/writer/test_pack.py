@@ -17,7 +17,7 @@ import xxhash
 
 from stream_pack.catalog import Catalog, CatalogBuilder
 from stream_pack.dtypes import BY_NAME
-from stream_pack.errors import LimitError, SourceError, TruncatedSourceError
+from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
 from stream_pack.layout import Policy
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert
@@ -322,6 +322,26 @@ def test_progress_rises_to_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"jobs": 0}, {"jobs": -1}, {"chunk_nbytes": 0}])
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(LimitError):
+        convert(ARRAYS, tmp_path / "f", **options)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"jobs": 2.5}, "jobs=2.5: expected a whole number"),
+        ({"jobs": True}, "expected a whole number"),
+        ({"chunk_nbytes": "1M"}, "expected a whole number"),
+        ({"alignment": 16384}, r"expected stream_pack.Alignment\(small=..., large=...\)"),
+        ({"metadata": "abc"}, "expected a mapping of text to text"),
+        ({"metadata": {"step": 7}}, "expected a mapping of text to text"),
+        ({"metadata": {7: "step"}}, "expected a mapping of text to text"),
+    ],
+)
+def test_options_of_another_type_are_refused_in_words(
+    tmp_path: Path, options: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(OptionError, match=expected):
         convert(ARRAYS, tmp_path / "f", **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 

@@ -48,3 +48,14 @@ def test_without_a_folder_the_refusal_names_the_bytes() -> None:
 def test_a_missing_folder_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Spool(tmp_path / "nowhere").open(why="a test", nbytes=1)
+
+
+def test_space_is_announced_once_and_only_when_it_is_needed(tmp_path: Path) -> None:
+    lines: list[str] = []
+    spool = Spool(tmp_path, announce=lines.append)
+    assert lines == []
+    spool.require(why="a reason", nbytes=2048)
+    spool.open(why="another", nbytes=5).close()
+    assert lines == [
+        f"a reason: up to 2.00 KiB of disk space will be taken for a while in {tmp_path}"
+    ]
