@@ -228,6 +228,12 @@ def test_a_key_for_a_source_that_nests_nothing_is_refused(tmp_path: Path) -> Non
         open_source(source, key=".").close()
 
 
+@pytest.mark.parametrize("key", [5, ["a", 5], b"a"])
+def test_a_key_that_is_no_text_at_all_is_wrong_usage(key: object) -> None:
+    with pytest.raises(OptionError, match="expected a text"):
+        open_source(io.BytesIO(saved({"a": one(1)})), key=key)  # type: ignore[arg-type]
+
+
 # -- names
 
 
@@ -456,4 +462,4 @@ def test_the_command_line_takes_keys(tmp_path: Path) -> None:
 def test_a_missing_target_is_wrong_usage_unless_keys_are_listed() -> None:
     done = run("-", data=b"")
     assert done.returncode == 2
-    assert b"TARGET is missing" in done.stderr
+    assert b"the following arguments are required: TARGET" in done.stderr
