@@ -9,6 +9,7 @@ __all__ = [
     "MAX_HEAD_NBYTES",
     "MAX_NBYTES",
     "MAX_RANK",
+    "MAX_RECORD_NBYTES",
     "MAX_TENSORS",
     "MIN_BLOCK_NBYTES",
     "VERIFIER_TENSORS",
@@ -37,6 +38,9 @@ larger head would only keep its reader busy hashing."""
 VERIFIER_TENSORS = 499_999
 """Tensors above which C++ verifiers with default limits refuse the graph: a million tables, two a
 tensor and two more."""
+
+MAX_RECORD_NBYTES = 4096
+"""Bytes of a locator or footer: version 1 needs 48, and no later one will need more than a page."""
 
 MIN_BLOCK_NBYTES = 4 << 10
 """Smaller blocks: checksums would take more than 0.2 % of the file."""

@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import ClassVar, TypeVar
 
 from stream_pack.errors import FormatError, NewerVersionError
+from stream_pack.limits import MAX_RECORD_NBYTES
 
 __all__ = ["FOOTER_NBYTES", "LOCATOR_NBYTES", "VERSION", "Footer", "Locator"]
 
@@ -70,10 +71,11 @@ class _Record:
                 version=version,
                 supported=VERSION,
             )
-        if version < 1 or nbytes < cls.nbytes() or nbytes % 8 or nbytes > len(tail):
+        most = min(len(tail), MAX_RECORD_NBYTES)
+        if version < 1 or nbytes % 8 or not cls.nbytes() <= nbytes <= most:
             raise FormatError(
                 f"the {cls.NAME} claims version {version} and {nbytes} bytes: expected at least version 1 and "
-                f"{cls.nbytes()} bytes, {len(tail)} at most; the file is damaged"
+                f"{cls.nbytes()} bytes, {most} at most; the file is damaged"
             )
         # From the tail in place: it may be a whole head.
         known = struct.unpack_from(f"<{len(fields(cls))}Q", tail, len(tail) - cls.nbytes())

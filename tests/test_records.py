@@ -115,3 +115,10 @@ def test_a_checksum_does_not_cover_itself() -> None:
     assert uncover(LOCATOR) == LOCATOR[:24] + LOCATOR[32:]
     assert uncover(memoryview(FOOTER)) == FOOTER[8:]
     assert Locator(1, 2, 3, 99).covered() == Locator(1, 2, 3, 4).covered()
+
+
+@pytest.mark.parametrize("kind", [Locator, Footer])
+def test_a_record_longer_than_a_page_is_refused(kind: type[Locator] | type[Footer]) -> None:
+    claimed = bytes(8192 - 16) + struct.pack("<II8s", 4104, 1, kind.MAGIC)
+    with pytest.raises(FormatError, match="4096 at most"):
+        kind.decode(claimed)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -111,6 +112,11 @@ def _run(argv: Sequence[str], standard: Standard) -> int:
         return INPUT if error.errno in _PATH_ERRNOS else MACHINE
     except MemoryError:
         complain(f"{arguments.subject}: out of memory")
+        return MACHINE
+    except Exception as error:
+        # Not 1, Python's own code for a traceback: that would read as damage found.
+        traceback.print_exc()
+        complain(f"{arguments.subject}: a fault of stream_pack itself: {type(error).__name__}")
         return MACHINE
 
 

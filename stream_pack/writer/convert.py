@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
-from stream_pack.errors import LimitError, OptionError
+from stream_pack.errors import LimitError, OptionError, SourceError
 from stream_pack.layout import Policy
 from stream_pack.report import Forecast, Report
 from stream_pack.writer.adapt import Adaptation, adapted
@@ -19,7 +19,7 @@ from stream_pack.writer.nesting import Key
 from stream_pack.writer.open_source import Convertible, open_source
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
 from stream_pack.writer.select import Order, Rename, Selection
-from stream_pack.writer.sink import BinaryWriter, open_sink
+from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 from stream_pack.writer.spool import Spool
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def convert(
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with ExitStack() as stack:
         sink = stack.enter_context(open_sink(target))
+        _refuse_overwriting(source, sink)
         spool = Spool(sink.folder or spool_dir, announce=announce)
         opened = stack.enter_context(
             open_source(source, key=key, ignore_unknown=ignore_unknown, spool=spool)
@@ -186,6 +187,24 @@ def save_file(
         allow_blowup=allow_blowup,
         jobs=jobs,
     )
+
+
+def _refuse_overwriting(source: object, sink: Sink) -> None:
+    """A file that is written in place while it is read becomes neither what it was nor a pack of it."""
+    if sink.identity is None:
+        return
+    sources = [source]
+    if isinstance(source, (str, os.PathLike)):
+        # A set may read any file of its folder, or of its index's.
+        path = os.fsdecode(source)
+        folder = os.path.dirname(path) or "." if path.endswith(".json") else path
+        if os.path.isdir(folder):
+            sources += [entry.path for entry in os.scandir(folder)]
+    if sink.identity in map(file_identity, sources):
+        raise SourceError(
+            "the target is a file that the source is read from, open for writing in place: give its path as the "
+            "target, which is replaced when the pack is complete"
+        )
 
 
 def _check_options(jobs: object, chunk_nbytes: object, alignment: object, metadata: object) -> None:

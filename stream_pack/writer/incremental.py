@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from types import TracebackType
 from typing import TypeAlias
 
@@ -79,37 +80,49 @@ class Writer:
         for name, tensor in self._buffers.items():
             assert tensor_buffers[tensor] != NO_BUFFER
             self._buffers[name] = int(tensor_buffers[tensor])
-        self._left = dict(self._buffers)
+        self._left = dict(self._buffers)  # in the order of specs, which is that of the buffers
         self._closed = False
+        self._sound = True
 
     def write(self, name: str, chunks: BytesLike | Iterable[BytesLike]) -> None:
         """Write all bytes of one tensor: little-endian, row-major; one bytes-like object or an
         iterable of them.
 
-        A chunk may be reused by the caller only after the Writer is closed.
+        A chunk's memory may be reused as soon as the next chunk is asked for, or this returns.
         Raises: UnknownTensorError; StateError for a tensor written before, or out of turn into a
         stream; SourceError for too few or too many bytes; whatever ``chunks`` raises.  After an
         error the pack can only be abandoned.
         """
         if self._closed:
             raise StateError("this Writer is closed")
+        self._require_sound()
+        buffer = self._take(name)
+        self._sound = False
+        self._write(name, buffer, chunks)
+        self._sound = True
+
+    def _require_sound(self) -> None:
+        if not self._sound:
+            raise StateError("a write failed before: this pack can only be abandoned")
+
+    def _take(self, name: str) -> int | None:
+        """The buffer of a tensor whose turn it is; None if it has no bytes."""
         if name in self._empty:
-            buffer = None
-        elif name in self._left:
-            buffer = self._left.pop(name)
-        elif name in self._buffers:
-            raise StateError(f"tensor {name!r} was written before")
-        else:
+            return None
+        if name not in self._buffers:
             raise UnknownTensorError(f"no tensor {name!r} in the specs of this Writer", tensor=name)
+        if name not in self._left:
+            raise StateError(f"tensor {name!r} was written before")
+        turn = next(iter(self._left))
+        if self._sink.in_order and name != turn:
+            raise StateError(f"tensor {name!r} out of turn: a stream takes {turn!r} next")
+        return self._left.pop(name)
+
+    def _write(
+        self, name: str, buffer: int | None, chunks: BytesLike | Iterable[BytesLike]
+    ) -> None:
         index = self._pack.layout.index
         expected = 0 if buffer is None else int(index.buffer_nbytes[buffer])
-        if (
-            self._sink.in_order
-            and buffer is not None
-            and any(b < buffer for b in self._left.values())
-        ):
-            turn = min(self._left, key=self._left.__getitem__)
-            raise StateError(f"tensor {name!r} out of turn: a stream takes {turn!r} next")
         given = 0
         for chunk in [chunks] if isinstance(chunks, (bytes, bytearray, memoryview)) else chunks:
             view = memoryview(chunk).cast("B")
@@ -127,13 +140,14 @@ class Writer:
     def close(self) -> None:
         """Complete the pack.
 
-        Raises: StateError, naming them, when tensors are missing (the pack is then abandoned);
-        OSError.
+        Raises: StateError, naming them, when tensors are missing, or when a write failed (the pack
+        is then abandoned); OSError.
         """
         if self._closed:
             return
         self._closed = True
         try:
+            self._require_sound()
             if self._left:
                 names = ", ".join(map(repr, list(self._left)[:5]))
                 more = f" and {len(self._left) - 5} more" if len(self._left) > 5 else ""
@@ -164,7 +178,12 @@ class Writer:
 
 def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
     """The number in the dtype table, and the shape in its elements."""
-    shape = [int(dim) for dim in spec.shape]
+    try:
+        shape = [index(dim) for dim in spec.shape]
+    except TypeError:
+        raise SourceError(
+            f"tensor {name!r} has the shape {spec.shape!r}: expected a sequence of whole numbers"
+        ) from None
     text = str(spec.dtype).removeprefix("torch.")
     if isinstance(spec.dtype, type):  # np.float32, ml_dtypes.bfloat16
         text = spec.dtype.__name__

@@ -47,7 +47,12 @@ def overlap(items: Iterator[T], *, weigh: Callable[[T], int]) -> Generator[T, No
     thread = threading.Thread(
         target=_run, args=(items, weigh, batches, stop), name="stream_pack-stage", daemon=True
     )
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        # No thread to be had (containers limit them): then one after the other.
+        yield from items
+        return
     try:
         while True:
             batch = batches.get()

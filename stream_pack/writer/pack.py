@@ -84,9 +84,10 @@ class PackWriter:
             yield from self._hasher.place(buffer, chunk)
 
     def add(self, buffer: int, chunk: Chunk) -> None:
-        """Hash and write the next bytes of ``buffer``."""
+        """Hash and write the next bytes of ``buffer``; when it returns, ``chunk`` may be written to."""
         for file_offset, part in self._hasher.place(buffer, chunk):
             self._sink.put(file_offset, part)
+        self._sink.flush()
 
     def finish(self) -> int:
         """Write checksums and footer, commit, and return the pack's root checksum.

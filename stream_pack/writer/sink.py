@@ -12,7 +12,9 @@ import io
 import os
 import select
 import stat
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -20,7 +22,7 @@ from stream_pack.checksum import zeros
 from stream_pack.errors import StateError
 from stream_pack.writer.source import Chunk, Zeros
 
-__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "open_sink"]
+__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink"]
 
 BATCH_NBYTES = 1 << 20
 BATCH_PARTS = 512
@@ -45,6 +47,9 @@ class Sink(abc.ABC):
 
     in_order: bool
     """Whether positions must ascend."""
+
+    identity: tuple[int, int] | None = None
+    """Device and inode of a regular file that is written in place, None for every other target."""
 
     def __init__(self) -> None:
         self._parts: list[memoryview] = []
@@ -77,13 +82,14 @@ class Sink(abc.ABC):
             or self._end - self._begin >= BATCH_NBYTES
             or len(self._parts) >= BATCH_PARTS
         ):
-            self._flush()
+            self.flush()
         if not self._parts:
             self._begin = position
         self._parts.append(memoryview(chunk))
         self._end = position + len(chunk)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what is held: from here on no chunk that was put is needed any more."""
         parts, self._parts = self._parts, []
         if parts:
             self._write(self._begin, parts)
@@ -127,28 +133,33 @@ class FileSink(Sink):
 
     A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new
     file obeys the umask.
-    Raises: OSError, also when the target is neither absent nor a regular file.
+    Lifetime: the temporary file goes with :meth:`abort`, with this object, or when the interpreter
+    ends; only a killed process leaves one, named ``.stream_pack-*.tmp``.
+    Raises: OSError, also when the target is neither absent nor a regular file, or could not be
+    replaced in the end.
     """
 
     in_order = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        self._target = os.path.realpath(os.fspath(path))
+        self._path = os.fspath(path)
+        self._target = os.path.realpath(self._path)
         old = _stat(self._target)
         if old is not None and not stat.S_ISREG(old.st_mode):
             code = errno.EISDIR if stat.S_ISDIR(old.st_mode) else errno.EINVAL
             raise OSError(code, os.strerror(code), self._target)
-        self._temporary: str | None = os.path.join(
-            os.path.dirname(self._target), f".stream_pack-{os.urandom(8).hex()}.tmp"
-        )
+        if old is not None:
+            _check_sticky(self.folder, old, self._path)
+        self._temporary = os.path.join(self.folder, f".stream_pack-{os.urandom(8).hex()}.tmp")
         # 0o666: the kernel takes the umask off.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         try:
-            self._file: int | None = os.open(self._temporary, flags, 0o666)
+            self._file = os.open(self._temporary, flags, 0o666)
         except OSError as error:
             # Of the folder's faults, under the name that the caller knows.
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+            raise OSError(error.errno, error.strerror, self._path) from None
+        self._discard = weakref.finalize(self, _discard, self._file, self._temporary)
         try:
             if old is not None:
                 _keep_owner_and_mode(self._file, old)
@@ -166,11 +177,9 @@ class FileSink(Sink):
         free = disk.f_bavail * disk.f_frsize
         if reserve and nbytes > free:
             raise OSError(errno.ENOSPC, f"disk full: need {nbytes} bytes, have {free}", self.folder)
-        assert self._file is not None
         os.ftruncate(self._file, nbytes)
 
     def _write(self, position: int, parts: list[memoryview]) -> None:
-        assert self._file is not None
         while parts:
             written = os.pwritev(self._file, parts, position)
             if written == 0:
@@ -179,24 +188,21 @@ class FileSink(Sink):
             parts = _rest(parts, written)
 
     def commit(self) -> None:
-        if self._file is None or self._temporary is None:
+        if not self._discard.alive:
             raise StateError("this sink was committed or aborted before")
-        self._flush()
+        self.flush()
         os.fsync(self._file)
-        os.close(self._file)
-        self._file = None
-        os.replace(self._temporary, self._target)
-        self._temporary = None
+        try:
+            os.replace(self._temporary, self._target)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
+        # The name is gone from here on: what is left to discard is the descriptor.
+        self._discard()
         _sync_folder(self.folder)
 
     def abort(self) -> None:
         self._parts = []
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._temporary is not None:
-            os.unlink(self._temporary)
-            self._temporary = None
+        self._discard()
 
 
 class StreamSink(Sink):
@@ -209,6 +215,7 @@ class StreamSink(Sink):
         super().__init__()
         self._stream = stream
         self._position = 0
+        self.identity = file_identity(stream)
 
     @property
     def folder(self) -> None:
@@ -242,7 +249,7 @@ class StreamSink(Sink):
             rest = _rest(rest, written)
 
     def commit(self) -> None:
-        self._flush()
+        self.flush()
         self._send_zeros(self._nbytes - self._position)
         self._position = self._nbytes
         if isinstance(self._stream, io.IOBase):
@@ -288,11 +295,38 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
     )
 
 
+def file_identity(file: object) -> tuple[int, int] | None:
+    """Device and inode of the regular file behind a descriptor, a file object or a path; None if there is none."""
+    try:
+        if isinstance(file, (str, bytes, os.PathLike)):
+            status = os.stat(file)
+        elif isinstance(file, int):
+            status = os.fstat(file)
+        else:
+            status = os.fstat(file.fileno())  # type: ignore[attr-defined]
+    except (AttributeError, OSError, ValueError):  # io.UnsupportedOperation is both of the last two
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
 def _stat(path: str) -> os.stat_result | None:
     try:
         return os.stat(path)
     except FileNotFoundError:
         return None
+
+
+def _discard(file: int, temporary: str) -> None:
+    os.close(file)
+    with suppress(FileNotFoundError):  # it was renamed to the target
+        os.unlink(temporary)
+
+
+def _check_sticky(folder: str, old: os.stat_result, path: str) -> None:
+    """In a sticky folder (/tmp) only its owner, or the file's, may replace a file: say so before all the work."""
+    status, user = os.stat(folder), os.geteuid()
+    if status.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, old.st_uid):
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
 
 
 def _keep_owner_and_mode(file: int, old: os.stat_result) -> None:
@@ -302,19 +336,25 @@ def _keep_owner_and_mode(file: int, old: os.stat_result) -> None:
             os.fchown(file, old.st_uid, old.st_gid)
         except PermissionError:
             pass  # a user may replace a file that another owns, but not give one away
-    os.fchmod(file, stat.S_IMODE(old.st_mode))
+    try:
+        os.fchmod(file, stat.S_IMODE(old.st_mode))
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP):
+            raise  # a file system without modes (FAT, some network ones) may refuse to set one
 
 
 def _sync_folder(folder: str) -> None:
-    descriptor = os.open(folder or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some file systems (SMB, some FUSE ones) do not sync folders; the file itself is safe.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
-            raise
-    finally:
-        os.close(descriptor)
+    """Make the new name last.
+
+    The target is replaced already, so nothing that happens here is an error: a folder that may not be read cannot be
+    synced, and some file systems (SMB, some FUSE ones) sync none.  The file itself is safe in any case.
+    """
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _writev(stream: int, parts: list[memoryview]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import xxhash
 
 from stream_pack.errors import (
     LimitError,
@@ -174,3 +176,78 @@ def test_two_equal_specs_stay_two_tensors() -> None:
         writer.write("b", b"34")
     tensors = minimal_reader.read(stream.getvalue()).tensors
     assert (tensors["a"].data, tensors["b"].data) == (b"12", b"34")
+
+
+@pytest.mark.parametrize("part", ["graph", "index"])
+def test_a_head_that_a_flatbuffer_cannot_hold_is_refused_before_a_byte_is_written(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # FB#234: the limit is our own, known before the flatbuffer is made.  Here it is 1 MiB instead of 2 GiB.
+    monkeypatch.setattr(f"stream_pack.{part}.MAX_FLATBUFFER_NBYTES", 1 << 20)
+    specs = {f"{'layers.' * 10}{number}": ("uint8", (1,)) for number in range(20_000)}
+    stream = io.BytesIO()
+    for target in (stream, tmp_path / "f"):
+        with pytest.raises(LimitError, match="2 GiB"):
+            Writer(target, specs)
+    assert stream.getvalue() == b""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("chunks", [[b"1234", b"5"], [b"12"], None])
+def test_a_pack_of_which_a_write_failed_is_never_completed(
+    tmp_path: Path, chunks: list[bytes] | None
+) -> None:
+    def failing() -> Iterator[bytes]:
+        yield b"1234"
+        raise LookupError("after the last byte")
+
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    writer = Writer(path, {"a": ("uint8", (4,))})
+    with pytest.raises((SourceError, LookupError)):
+        writer.write("a", failing() if chunks is None else chunks)
+    with pytest.raises(StateError, match="only be abandoned"):
+        writer.write("a", b"1234")
+    with pytest.raises(StateError, match="only be abandoned"):
+        writer.close()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_wrong_calls_do_not_spoil_the_pack() -> None:
+    stream = io.BytesIO()
+    with Writer(stream, {"a": ("uint8", (1,)), "b": ("uint8", (1,))}) as writer:
+        for wrong in ("x", "b"):
+            with pytest.raises((UnknownTensorError, StateError)):
+                writer.write(wrong, b"1")
+        writer.write("a", b"1")
+        writer.write("b", b"2")
+    tensors = minimal_reader.read(stream.getvalue()).tensors
+    assert [tensor.data for tensor in tensors.values()] == [b"1", b"2"]
+
+
+def test_the_memory_of_a_chunk_may_be_reused_for_the_next(tmp_path: Path) -> None:
+    buffer = bytearray(8)
+
+    def chunks() -> Iterator[bytearray]:
+        for number in range(4):
+            buffer[:] = bytes([number]) * 8
+            yield buffer
+
+    with Writer(tmp_path / "f", {"a": ("uint8", (32,)), "b": ("uint8", (8,))}) as writer:
+        writer.write("a", chunks())
+        buffer[:] = b"b" * 8
+        writer.write("b", buffer)
+        buffer[:] = b"x" * 8
+    pack = minimal_reader.read((tmp_path / "f").read_bytes())
+    assert pack.tensors["a"].data == b"".join(bytes([number]) * 8 for number in range(4))
+    assert pack.tensors["b"].data == b"b" * 8
+    assert [xxhash.xxh3_64_intdigest(block) for block in pack.blocks] == pack.block_checksums
+
+
+def test_a_writer_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "f", {"a": ("uint8", (1,))})
+    assert len(list(tmp_path.iterdir())) == 1
+    del writer
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []

@@ -89,3 +89,13 @@ def test_an_error_while_the_source_closes_reaches_the_consumer() -> None:
 
     with pytest.raises(OSError, match="cannot close"):
         list(overlap(Closing(), weigh=lambda _: 1))
+
+
+def test_without_a_thread_to_be_had_the_items_come_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert list(overlap(iter(range(5)), weigh=lambda _: 1)) == [0, 1, 2, 3, 4]

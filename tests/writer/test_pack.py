@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 
 from stream_pack.catalog import Catalog, CatalogBuilder
@@ -20,7 +21,7 @@ from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
 from stream_pack.layout import Policy
 from stream_pack.report import Report
-from stream_pack.writer.convert import convert
+from stream_pack.writer.convert import convert, save_file
 from stream_pack.writer.pack import write_pack
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
 from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions, Zeros
@@ -360,3 +361,33 @@ def test_the_output_grows_before_the_source_ends(tmp_path: Path) -> None:
     with open(path, "wb", buffering=0) as file:
         write(Growing({"a": 64 << 20}, []), open_sink(file.fileno()), jobs=3)
     assert seen[-1] > 40 << 20
+
+
+def test_a_slice_of_a_large_tensor_takes_no_more_room_than_itself(tmp_path: Path) -> None:
+    # PT#1995, PT#33101, PT#40157: ten elements of 10**8 asked for.
+    path = tmp_path / "f"
+    report = save_file({"w": torch.zeros(10**8)[:10]}, path)
+    assert path.stat().st_size < 64 << 10
+    assert minimal_reader.read(path.read_bytes()).tensors["w"].data == bytes(40)
+    assert report.source_nbytes == 4 * 10**8
+    assert report.unused_nbytes == 4 * 10**8 - 40
+    assert "381 MiB in, " in report.summary()
+    assert "381 MiB unused dropped" in report.summary()
+
+
+def test_a_file_is_not_overwritten_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    convert(ARRAYS, path)
+    before = path.read_bytes()
+    with open(path, "r+b") as target:
+        for source in (path, str(path)):
+            with pytest.raises(SourceError, match="in place"):
+                convert(source, target)
+        with open(path, "rb") as source_file, pytest.raises(SourceError, match="in place"):
+            convert(source_file, target.fileno())
+        with pytest.raises(SourceError, match="in place"):
+            convert(tmp_path, target)  # a set reads the files of its folder
+    assert path.read_bytes() == before
+    with open(tmp_path / "copy", "wb") as target:
+        convert(path, target)
+    assert (tmp_path / "copy").read_bytes() == before

@@ -7,8 +7,9 @@ import io
 import os
 import random
 import stat
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -315,3 +316,149 @@ def test_a_pipe_that_does_not_block_is_waited_for(tmp_path: Path) -> None:
         os.close(sending)
         reader.join()
     assert got == [data]
+
+
+def test_the_file_is_on_disk_before_it_gets_its_name_and_the_name_before_the_commit_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of POSIX: data that is not synced may be lost although the new name is there, and so may the name."""
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    calls: list[tuple[str, object]] = []
+    replace = os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            calls.append(("fsync of folder", status.st_ino))
+        else:
+            # All that was put has been written by now, the part that a sink holds back too.
+            calls.append(("fsync of file", os.pread(descriptor, 100, 0)))
+            calls.append(("its number", status.st_ino))
+
+    def record_replace(new: str, old: str) -> None:
+        calls.append(("replace", (Path(new).parent, Path(old))))
+        replace(new, old)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    with FileSink(path) as sink:
+        sink.begin(9, reserve=True)
+        sink.put(6, b"xyz")
+        sink.put(0, b"abc")
+        assert calls == []
+        sink.commit()
+        assert calls == [
+            ("fsync of file", b"abc\0\0\0xyz"),
+            ("its number", path.stat().st_ino),
+            ("replace", (tmp_path, path)),
+            ("fsync of folder", tmp_path.stat().st_ino),
+        ]
+
+
+def test_a_file_that_cannot_be_synced_never_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError) as caught:
+        fill(FileSink(path), 3, [(0, b"new")])
+    assert caught.value.errno == errno.EIO
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_that_is_synced_is_the_one_a_symlink_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/f")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    fill(FileSink(tmp_path / "link"), 3, [(0, b"new")])
+    assert synced == [(folder / "f").stat().st_ino, folder.stat().st_ino]
+
+
+def test_an_interrupt_right_after_the_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.replace
+
+    def interrupted(source: str, target: str) -> None:
+        real(source, target)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fill(FileSink(tmp_path / "f"), 3, [(0, b"new")])
+    assert (tmp_path / "f").read_bytes() == b"new"
+
+
+def as_nobody(action: Callable[[], None]) -> int:
+    """The exit status of a child that has given up its rights: 0 when ``action`` raised nothing."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            action()
+            os._exit(0)
+        except PermissionError:
+            os._exit(13)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that everybody may reach, as pytest's are not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+
+
+@needs_root
+def test_a_folder_that_may_be_written_but_not_read_takes_a_pack(open_folder: Path) -> None:
+    os.chmod(open_folder, 0o333)
+    path = open_folder / "f"
+    assert as_nobody(lambda: fill(FileSink(path), 3, [(0, b"new")])) == 0
+    assert path.read_bytes() == b"new"
+
+
+@needs_root
+def test_a_folder_that_may_not_be_written_is_a_permission_error(open_folder: Path) -> None:
+    os.chmod(open_folder, 0o555)
+    assert as_nobody(lambda: fill(FileSink(open_folder / "f"), 3, [(0, b"new")])) == 13
+    assert list(open_folder.iterdir()) == []
+
+
+@needs_root
+def test_a_file_of_another_user_in_a_sticky_folder_is_refused_at_once(open_folder: Path) -> None:
+    os.chmod(open_folder, 0o1777)
+    path = open_folder / "f"
+    path.write_bytes(b"old")
+    assert as_nobody(lambda: FileSink(path).abort()) == 13
+    assert list(open_folder.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_system_without_modes_takes_a_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    fill(FileSink(path), 3, [(0, b"new")])
+    assert path.read_bytes() == b"new"
