@@ -12,18 +12,22 @@ import signal
 import struct
 import subprocess
 import sys
+import tarfile
 import termios
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import stream_pack
+from stream_pack import cli
 from stream_pack.cli import main
 from stream_pack.cli.progress import PlainBar, progress_bar
 
@@ -328,6 +332,80 @@ def test_what_cannot_be_packed_is_exit_code_3_and_one_line_and_the_target_stays(
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 
+def tarred() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        member = tarfile.TarInfo("storages")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"bytes"))
+    return file.getvalue()
+
+
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, w=np.ones(3))
+    return file.getvalue()
+
+
+def torch_script() -> bytes:
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        module = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))  # type: ignore[no-untyped-call]
+        torch.jit.save(module, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("piped", [False, True], ids=["file", "pipe"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (tarred, ["tar"]),
+        (npz, ["NumPy", "npz"]),
+        (torch_script, ["TorchScript", "state_dict()"]),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_archives_of_other_kinds_are_exit_code_3_with_their_name_and_advice_in_one_line(
+    make: Callable[[], bytes], words: list[str], piped: bool, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    content = make()
+    source.write_bytes(content)
+    # Quiet: a pipe whose first record is not the pickle has to be spooled, which is announced.
+    argv: list[str | Path] = ["convert", "--quiet", "-" if piped else source, target]
+    done = run(*argv, stdin=content if piped else b"")
+    assert done.returncode == 3
+    assert done.stdout == b""
+    assert_one_line(done.stderr.decode(), "stdin: " if piped else f"{source}: ", *words)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_file_may_be_converted_onto_itself_through_stdin(source: Path) -> None:
+    # convert - model.pt < model.pt
+    with source.open("rb") as file:
+        assert run("convert", "--quiet", "-", source, stdin=file.fileno()).returncode == 0
+    assert_holds(source, WEIGHTS)
+    assert os.listdir(source.parent) == [source.name]
+
+
+@pytest.mark.parametrize("link", ["hard", "symbolic"])
+def test_a_file_may_be_converted_onto_another_name_of_itself(source: Path, link: str) -> None:
+    before = source.read_bytes()
+    other = source.parent / "other"
+    if link == "hard":
+        os.link(source, other)
+    else:
+        other.symlink_to(source.name)
+    assert run("convert", "--quiet", source, other).returncode == 0
+    assert_holds(other, WEIGHTS)
+    assert other.is_symlink() is (link == "symbolic")
+    if link == "hard":
+        assert source.read_bytes() == before
+    else:
+        assert_holds(source, WEIGHTS)
+
+
 def test_empty_input_from_a_pipe_leaves_no_file(tmp_path: Path) -> None:
     done = run("convert", "-", tmp_path / "target")
     assert done.returncode == 3
@@ -580,6 +658,44 @@ def test_inspect_lists_every_tensor_and_every_byte_of_the_file(
     json.loads(out)
 
 
+def test_the_json_of_inspect_accounts_for_every_byte(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # ET#7088: no tool says what fills the file.
+    path = tmp_path / "model.pack"
+    w = torch.arange(6.0).reshape(2, 3)
+    tensors = {"w": w, "tied": w, "none": torch.empty(0, 2), "b": WEIGHTS["b"]}
+    stream_pack.save_file(tensors, path, metadata={"licence": "MIT"})
+    content = path.read_bytes()
+    assert main(["inspect", "--json", str(path)]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    described = json.loads(out)
+    parts = {part["name"]: part["nbytes"] for part in described["parts"]}
+    assert len(parts) == len(described["parts"])
+    assert sum(parts.values()) == described["nbytes"] == len(content)
+    begin, nbytes = region(content)
+    before = ["header", "graph", "index", "head padding", "locator"]
+    assert list(parts) == [*before, "tensors", "region padding", "checksums", "footer"]
+    assert sum(parts[name] for name in before) == begin
+    assert parts["header"] == 24
+    assert parts["tensors"] == 24 + 6  # the tied one counts once
+    assert parts["region padding"] == nbytes - 30
+    assert parts["checksums"] == 2 * 8
+    assert described["tensors"] == 4
+    assert described["tensors_nbytes"] == 24 + 24 + 6
+    assert described["metadata"] == {"licence": "MIT"}
+    rows = {row["name"]: row for row in described["rows"]}
+    assert list(rows) == list(tensors)
+    for name, tensor in tensors.items():
+        row = rows[name]
+        assert row["shape"] == list(tensor.shape)
+        assert f"torch.{row['dtype']}" == str(tensor.dtype)
+        stored = content[row["file_offset"] :][: row["nbytes"]]
+        assert stored == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+    assert (rows["w"]["shared_with"], rows["tied"]["shared_with"]) == ("tied", "w")
+
+
 def test_verify_finds_a_good_pack_good(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(pack)]) == 0
     out, err = capfd.readouterr()
@@ -711,3 +827,16 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None
         check=True,
     )
     assert b"\\xe9" in done.stdout
+
+
+def test_a_fault_of_our_own_is_neither_damage_nor_silence(
+    pack: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setitem(cli._COMMANDS, "verify", fail)
+    assert main(["verify", str(pack)]) == 4
+    err = capfd.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].endswith("a fault of stream_pack itself: ZeroDivisionError")
