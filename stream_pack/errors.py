@@ -148,8 +148,8 @@ class ChecksumError(StreamPackError, ValueError):
 
     Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual``
     (the XXH3-64 values), ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a
-    block also ``tensors`` (names of all tensors that use it), ``buffer`` and ``block`` (its number
-    in the buffer).
+    block also ``tensors`` (names of tensors that use it, 100 at most), ``tensor_count`` (how many
+    do), ``buffer`` and ``block`` (its number in the buffer).
     """
 
     part: str
@@ -158,6 +158,7 @@ class ChecksumError(StreamPackError, ValueError):
     file_begin: int
     file_end: int
     tensors: tuple[str, ...]
+    tensor_count: int
     buffer: int
     block: int
 

@@ -16,7 +16,7 @@ from stream_pack.errors import ChecksumError, FormatError
 from stream_pack.header import HEADER_NBYTES, Header
 from stream_pack.index import Index
 from stream_pack.layout import Layout
-from stream_pack.limits import MAX_HEAD_NBYTES, MAX_NBYTES
+from stream_pack.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES
 from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 __all__ = [
@@ -168,10 +168,11 @@ def decode(data: memoryview) -> Head:
             f"the header places the region at byte {header.region_file_offset} with "
             f"{header.region_nbytes} bytes: expected multiples of {unit} and {PAGE_NBYTES}"
         )
-    if footer_nbytes < FOOTER_NBYTES or footer_nbytes > MAX_NBYTES:
+    if not FOOTER_NBYTES <= footer_nbytes <= MAX_RECORD_NBYTES:
         raise FormatError(
             f"the locator gives the pack {locator.pack_nbytes} bytes; header ({header.region_file_offset} + "
-            f"{header.region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) disagree"
+            f"{header.region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) leave "
+            f"{footer_nbytes} for a footer of {FOOTER_NBYTES} to {MAX_RECORD_NBYTES}; the file is damaged"
         )
     return Head(
         region_file_offset=header.region_file_offset,

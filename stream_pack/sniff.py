@@ -21,10 +21,10 @@ class Kind(enum.Enum):
     # What this package reads.
     PACK = "pack"  # or a raw MP00 payload, which begins the same
     TORCH_ZIP = "torch zip"
+    TORCH_LEGACY = "legacy torch.save"
     SAFETENSORS = "safetensors"
     GGUF = "GGUF"
     # Other forms of weights.
-    TORCH_LEGACY = "legacy torch.save"
     TORCH_SCRIPT = "TorchScript"
     TORCH_EXPORT = "exported program"
     PICKLE = "pickle"

@@ -132,3 +132,20 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert limits.MAX_HEAD_NBYTES == 2**33
     assert limits.MAX_FLATBUFFER_NBYTES == 2**31 - 1
     assert (limits.MIN_BLOCK_NBYTES, limits.MAX_BLOCK_NBYTES) == (2**12, 2**30)
+
+
+def test_the_schemas_need_no_64_bit_flatbuffers() -> None:
+    # FB#7935, FB#8097, FB#7537: only C++ knows those; other languages silently do not see such fields.
+    schemas = sorted((Path(__file__).parent.parent / "stream_pack" / "schema").glob("*.fbs"))
+    assert [path.name for path in schemas] == ["graph.fbs", "index.fbs"]
+    for path in schemas:
+        declared = re.sub(r"//.*", "", path.read_text())
+        attributes = {
+            name.split(":")[0].strip()
+            for group in re.findall(r"\(([^)]*)\)", declared)
+            for name in group.split(",")
+        }
+        assert attributes <= {"force_align"}
+        assert "64" not in declared.replace("float64", "").replace("int64", "").replace(
+            "complex64", ""
+        )

@@ -189,3 +189,13 @@ def test_a_region_that_is_no_multiple_of_a_page_is_refused() -> None:
     struct.pack_into("<Q", data, len(data) - 24, checksum)
     with pytest.raises(FormatError, match="expected multiples of 16384 and 16384"):
         head.decode(memoryview(bytes(data)))
+
+
+def test_the_weights_bytes_are_not_in_the_flatbuffers_however_many_they_are() -> None:
+    # FB#7391: 40 GiB in 12 tensors.
+    shape = (40 << 30) // 12 // 4 // 1024, 1024
+    encoded = head.encode(layout_of(*[shape] * 12))
+    assert encoded.head.region_nbytes > 12 * shape[0] * shape[1] * 4 > 39 << 30
+    assert len(encoded.front) < 10_000
+    small = head.encode(layout_of(*[(1, 1024)] * 12))
+    assert len(small.front) == len(encoded.front)

@@ -195,7 +195,21 @@ RANGES = st.lists(
 )
 
 
-@given(RANGES)
+# Each range inside the one before, by so many steps at its start and at its end.
+NESTED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=24).flatmap(
+    lambda insets: st.permutations(
+        [
+            (0, 16 * begin, 2000 - 16 * begin - 16 * end)
+            for begin, end in itertools.accumulate(
+                insets, lambda one, more: (one[0] + more[0], one[1] + more[1])
+            )
+            if begin + end < 125
+        ]
+    )
+)
+
+
+@given(st.one_of(RANGES, NESTED))
 @example([(0, 0, 10), (0, 16, 400), (0, 0, 200), (0, 32, 10), (0, 32, 300)])
 def test_hosts_are_those_a_search_over_all_pairs_finds(ranges: list[tuple[int, int, int]]) -> None:
     alignment = Alignment(small=16, large=64, large_nbytes=100)
@@ -246,6 +260,18 @@ def test_a_staircase_of_overlapping_views_does_not_take_quadratic_time() -> None
     ranges = [(0, 16 * number, 40) for number in range(count)]
     layout = plan(catalog_of(ranges), Policy(Alignment(small=16), allow_blowup=True))
     assert len(layout.index.buffer_nbytes) == count
+
+
+def test_a_staircase_inside_every_step_of_another_does_not_take_quadratic_time() -> None:
+    # Each of 50,000 small views fits into all of 50,000 overlapping large ones of equal length.
+    count = 50_000
+    longest = [(0, 16 * number, 16 * count) for number in range(count)]
+    inside = [(0, 16 * count, number + 1) for number in range(15)]
+    inside += [(0, 16 * count, 16 * number) for number in range(1, count - 15)]
+    layout = plan(catalog_of(longest + inside), Policy(Alignment(small=16), allow_blowup=True))
+    assert len(layout.index.buffer_nbytes) == count
+    first_that_reaches = [1] * 15 + list(range(1, count - 15))
+    assert layout.index.tensor_buffers.tolist() == [*range(count), *first_that_reaches]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ Whatever the source does (short reads of one byte, signals, a descriptor in non-
 from __future__ import annotations
 
 import io
+import operator
 import os
 import select
 import stat
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -264,29 +265,43 @@ def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
 
 
 def _reader_of_readinto(
-    readinto: Callable[[memoryview], int | None],
+    readinto: Callable[[memoryview], object],
 ) -> Callable[[memoryview], int]:
     def read(memory: memoryview) -> int:
         nbytes = readinto(memory)
         if nbytes is None:
             raise BlockingIOError("the source is a file object in non-blocking mode")
-        return nbytes
+        filled = operator.index(nbytes) if isinstance(nbytes, SupportsIndex) else -1
+        if not 0 <= filled <= len(memory):
+            raise SourceError(
+                f"readinto() of the source returned {nbytes!r} for {len(memory)} bytes of memory: expected how many of "
+                "them it filled; it is no binary file object"
+            )
+        return filled
 
     return read
 
 
 def _reader_of_read(source: BinaryReader) -> Callable[[memoryview], int]:
     def read(memory: memoryview) -> int:
-        data = source.read(min(len(memory), 1 << 20))
+        wanted = min(len(memory), 1 << 20)
+        data = source.read(wanted)
         if data is None:
             raise BlockingIOError("the source is a file object in non-blocking mode")
         if isinstance(data, str):
             raise TypeError("the source gives text: open it in binary mode")
-        if len(data) > len(memory):
+        try:
+            given = memoryview(data).cast("B")
+        except TypeError:
             raise SourceError(
-                f"read({len(memory)}) of the source gave {len(data)} bytes: it is no binary file object"
+                f"read({wanted}) of the source gave a {type(data).__qualname__}: expected bytes; it is no binary file "
+                "object"
+            ) from None
+        if len(given) > wanted:
+            raise SourceError(
+                f"read({wanted}) of the source gave {len(given)} bytes: it is no binary file object"
             )
-        memory[: len(data)] = data
-        return len(data)
+        memory[: len(given)] = given
+        return len(given)
 
     return read

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stream_pack.dtypes import DTYPES
 from stream_pack.errors import UnsupportedTensorError
 
-__all__ = ["Recipe", "recipe"]
+__all__ = ["Recipe", "merged", "recipe", "sign_flips"]
 
 MAX_RANK = 32
 """What every NumPy can view, after dims that need no stride of their own are merged."""
@@ -24,7 +24,8 @@ class Recipe:
     """How one tensor's bytes are made from its storage.  Equal recipes over one storage give equal bytes.
 
     Units: ``start`` and ``strides`` count bytes, ``shape`` counts elements of ``itemsize`` bytes.  Dims that lie
-    behind each other in memory are merged, so a contiguous tensor has one dim.
+    behind each other in memory are :func:`merged`, so a contiguous tensor has one dim, and one way of laying out
+    elements has one recipe, however the tensor's own dims cut it up.
     ``swap_nbytes`` is the unit whose bytes are reversed (1: none); ``signs`` has a byte for each unit of an element,
     nonzero where its sign bit is flipped (empty: nowhere).
     """
@@ -98,7 +99,7 @@ def recipe(
             tensor=name,
         )
     start = offset * itemsize
-    dims, steps = _merged(shape, [stride * itemsize for stride in strides], itemsize)
+    dims, steps = merged(shape, [stride * itemsize for stride in strides], itemsize)
     end = _end(start, dims, steps, itemsize)
     if end > storage_nbytes:
         raise UnsupportedTensorError(
@@ -111,7 +112,7 @@ def recipe(
             f"tensor {name!r} has {len(dims)} dims that are not contiguous; the limit is {MAX_RANK}",
             tensor=name,
         )
-    unit_nbytes, signs = _signs(name, dtype, conj=conj, neg=neg)
+    unit_nbytes, signs = sign_flips(name, dtype, conj=conj, neg=neg)
     return Recipe(
         start=start,
         shape=dims,
@@ -127,9 +128,13 @@ def _end(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
     return start + sum((dim - 1) * stride for dim, stride in zip(shape, strides)) + itemsize
 
 
-def _merged(
+def merged(
     shape: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The fewest dims, and their strides, that visit the same elements in the same order: what :class:`Recipe` wants.
+
+    Units: ``strides``, which may be negative, and ``itemsize`` count bytes.
+    """
     dims: list[int] = []
     steps: list[int] = []
     for dim, step in zip(shape, strides):
@@ -146,11 +151,13 @@ def _merged(
     return tuple(dims), tuple(steps)
 
 
-def _signs(name: str, dtype: int, *, conj: bool, neg: bool) -> tuple[int, bytes]:
-    """The unit and the flips that make conj() and neg views plain values.
+def sign_flips(name: str, dtype: int, *, conj: bool, neg: bool) -> tuple[int, bytes]:
+    """The ``unit_nbytes`` and ``signs`` of a :class:`Recipe` that make conj() and neg views plain values.
 
     torch stores the bytes as they were before; negation flips the sign of every float, conjugation that of the
     imaginary halves.
+
+    Raises: UnsupportedTensorError for a bit that means nothing for the dtype of the tensor ``name``.
     """
     kind = DTYPES[dtype]
     complex_ = kind.name.startswith("complex")

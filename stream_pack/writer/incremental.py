@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from types import TracebackType
 from typing import TypeAlias
 
@@ -179,10 +179,11 @@ class Writer:
 def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
     """The number in the dtype table, and the shape in its elements."""
     try:
-        shape = [index(dim) for dim in spec.shape]
+        shape = [operator.index(dim) for dim in spec.shape]
     except TypeError:
-        raise SourceError(
-            f"tensor {name!r} has the shape {spec.shape!r}: expected a sequence of whole numbers"
+        raise UnsupportedTensorError(
+            f"tensor {name!r} has the shape {spec.shape!r}: expected a sequence of whole numbers",
+            tensor=name,
         ) from None
     text = str(spec.dtype).removeprefix("torch.")
     if isinstance(spec.dtype, type):  # np.float32, ml_dtypes.bfloat16

@@ -90,7 +90,8 @@ class LiveSource(Source):
             if 0 in tensor.shape:
                 begin = 0  # its address means nothing
             elif tensor.derivation is not None:
-                of, storage = storage, numbers.setdefault(tensor.derivation, len(numbers))
+                derived = tensor.space, tensor.derivation
+                of, storage = storage, numbers.setdefault(derived, len(numbers))
                 builder.derive(storage, of=of, begin=begin, end=end)
                 begin = 0
             nbytes = builder.add(name, tensor.dtype, tensor.shape, storage=storage, start=begin)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stream_pack.dtypes import DTYPES
 from stream_pack.errors import UnsupportedTensorError
 from stream_pack.writer.gather import strided_chunks
+from stream_pack.writer.geometry import Recipe, merged
 from stream_pack.writer.live_tensor import HOST, LiveTensor, byte_span, cut
 
 __all__ = ["describe_array"]
@@ -56,14 +57,23 @@ def describe_array(name: str, array: NDArray[np.generic]) -> LiveTensor:
     dtype = _dtype_number(name, array.dtype)
     address: int = array.__array_interface__["data"][0]
     swapped = array.dtype.byteorder == (">" if sys.byteorder == "little" else "=")
-    in_place = array.flags.c_contiguous and not swapped
+    dims, strides = merged(array.shape, array.strides, array.itemsize)
+    made = Recipe(
+        start=address,
+        shape=dims,
+        strides=strides,
+        itemsize=array.itemsize,
+        swap_nbytes=DTYPES[dtype].swap_nbytes if swapped else 1,
+        unit_nbytes=1,
+        signs=b"",
+    )
     return _Array(
         dtype=dtype,
         shape=array.shape,
         space=HOST,
         storage=_allocation(array),
         span=byte_span(address, array.shape, array.strides, array.itemsize),
-        derivation=None if in_place else (address, dtype, array.shape, array.strides, swapped),
+        derivation=None if made.contiguous else made,
         array=array,
         swapped=swapped,
     )

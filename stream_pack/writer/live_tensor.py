@@ -6,6 +6,8 @@ import abc
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stream_pack.writer.geometry import Recipe
+
 __all__ = ["HOST", "LiveTensor", "byte_span", "cut"]
 
 HOST: Hashable = "host"
@@ -19,8 +21,9 @@ class LiveTensor(abc.ABC):
     ``dtype`` is a number in :data:`stream_pack.dtypes.DTYPES`, and ``shape`` counts its elements.
     ``space`` tells memories apart, ``storage`` is the half-open address range of the allocation in it, ``span``
     that of the bytes in it which the tensor is made from.  ``derivation`` is None where these bytes are just what
-    a pack holds.  Where they have to be gathered, swapped or resolved first, tensors of equal ``derivation`` have
-    equal bytes.  For a tensor without elements the addresses mean nothing.
+    a pack holds.  Where they have to be gathered, swapped or resolved first, it says how, its ``start`` being the
+    address of the first element: tensors of one space and equal derivation have equal bytes.  For a tensor without
+    elements the addresses mean nothing.
 
     Lifetime: keeps the caller's tensor alive, and so do the chunks that it gives.
     """
@@ -30,7 +33,7 @@ class LiveTensor(abc.ABC):
     space: Hashable
     storage: tuple[int, int]
     span: tuple[int, int]
-    derivation: Hashable | None
+    derivation: Recipe | None
 
     @abc.abstractmethod
     def read(self, begin: int, end: int, *, chunk_nbytes: int) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ import torch
 from stream_pack.dtypes import BY_TORCH, DTYPES
 from stream_pack.errors import UnsupportedTensorError
 from stream_pack.writer.gather import row_windows
+from stream_pack.writer.geometry import Recipe, merged, sign_flips
 from stream_pack.writer.live_tensor import HOST, LiveTensor, byte_span, cut
 
 __all__ = ["describe_tensor", "module_tensors"]
@@ -76,15 +77,24 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
             "its memory was freed or moved away (sharded training does that); gather it first",
             tensor=name,
         )
-    flags = tensor.is_conj(), tensor.is_neg()
-    in_place = tensor.is_contiguous() and not any(flags)
+    dims, steps = merged(tensor.shape, strides, itemsize)
+    unit_nbytes, signs = sign_flips(name, dtype, conj=tensor.is_conj(), neg=tensor.is_neg())
+    made = Recipe(
+        start=base + begin,
+        shape=dims,
+        strides=steps,
+        itemsize=itemsize,
+        swap_nbytes=1,
+        unit_nbytes=unit_nbytes,
+        signs=signs,
+    )
     return _Tensor(
         dtype=dtype,
         shape=tuple(shape),
         space=space,
         storage=(base, base + storage.nbytes()),
         span=(base + begin, base + end),
-        derivation=None if in_place else (space, base + begin, dtype, tuple(shape), strides, flags),
+        derivation=None if made.contiguous else made,
         tensor=tensor,
     )
 

@@ -46,8 +46,21 @@ def open_source(
     as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError for an object that
     is none of these.
     """
-    opening = _Opening(flattening(key, ignore_unknown=ignore_unknown), key, spool)
-    return opening.source(source)
+    flatten = flattening(key, ignore_unknown=ignore_unknown)
+    nests = False
+
+    def noting(value: object, unknown: Collection[str]) -> StateDict:
+        nonlocal nests
+        nests = True
+        return flatten(value, unknown)
+
+    opened = _Opening(noting, spool).source(source)
+    if key is not None and key != WHOLE and not nests:
+        opened.close()
+        raise OptionError(
+            f"--key (key=) chooses among nested dicts, and this source ({opened.kind}) nests nothing"
+        )
+    return opened
 
 
 def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
@@ -66,7 +79,7 @@ def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested
         except SourceError:  # which is why somebody looks at the keys
             return StateDict({}, 0)
 
-    with _Opening(keep, None, spool).source(source) as opened:
+    with _Opening(keep, spool).source(source) as opened:
         if len(found) == 1:
             return found[0]
         catalog = opened.catalog
@@ -78,7 +91,6 @@ class _Opening:
     """How checkpoints that nest their tensors are to be read."""
 
     flatten: Flatten
-    key: Key
     spool: Spool | None
 
     def source(self, source: Convertible) -> Source:
@@ -87,13 +99,11 @@ class _Opening:
         if isinstance(source, int):
             return self._stream(ByteStream(source))
         if isinstance(source, Source):
-            self._flat("a source that is open already")
             return source
         if not isinstance(source, Mapping) and hasattr(source, "read"):
             return self._stream(ByteStream(cast("BinaryReader", source)))
         from stream_pack.writer.live import LiveSource
 
-        self._flat("a mapping of names to tensors")
         return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
 
     def _path(self, path: Path) -> Source:
@@ -126,23 +136,16 @@ class _Opening:
             if kind is Kind.SAFETENSORS:
                 from stream_pack.writer.safetensors_source import SafetensorsSource
 
-                self._flat("a safetensors file")
                 return SafetensorsSource(stream)
             if kind is Kind.GGUF:
                 from stream_pack.writer.gguf_source import GgufSource
 
-                self._flat("a GGUF file")
                 return GgufSource(stream)
             if kind is Kind.PACK:
                 from stream_pack.writer.pack_source import PackSource
 
-                self._flat("a pack")
                 return PackSource(stream)
             raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")
         except BaseException:
             stream.close()
             raise
-
-    def _flat(self, what: str) -> None:
-        if self.key not in (None, WHOLE):
-            raise OptionError(f"--key (key=) chooses among nested dicts, and {what} nests nothing")

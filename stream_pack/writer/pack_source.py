@@ -1,7 +1,8 @@
 """A pack as a source, from a file or a pipe: repacked, filtered or cast without ever being mapped.
 
-A file is read where buffers are wanted, each block checked against the table at its end.  A pipe is read through: its
-table comes last, so the checksums of all blocks (8 bytes each) wait for it.
+A file is read where buffers are wanted, each block checked against the table at its end, and once however many
+tensors lie in it.  A pipe is read through: its table comes last, so the checksums of all blocks (8 bytes each) wait
+for it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from stream_pack.head import Head, check_region, decode, root_checksum
 from stream_pack.header import HEADER_NBYTES, Header
 from stream_pack.index import NO_BUFFER, PACK_NOTE, Index
 from stream_pack.records import Footer, Locator
+from stream_pack.writer.block_runs import block_runs
 from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.scatter import Scatter
 from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
@@ -68,7 +70,8 @@ class PackSource(Source):
 
     @property
     def held_nbytes(self) -> int:
-        return 3 * self._head.index.checksums_nbytes  # read in pieces, joined, and those computed
+        # Read in pieces, joined, and of each block whether it was proved (file) or what it has (pipe).
+        return 3 * self._head.index.checksums_nbytes
 
     @property
     def verification(self) -> str:
@@ -79,43 +82,64 @@ class PackSource(Source):
             yield from self._read_through(requests, options.chunk_nbytes)
             self._verification = "all checksums of the source were verified"
         else:
-            yield from self._read_wanted(requests, options.chunk_nbytes)
+            yield from self._read_wanted(requests, options)
             self._verification = "the source's checksums of all that was taken were verified"
 
     def close(self) -> None:
         self._stream.close()
 
-    def _read_wanted(self, requests: Requests, chunk_nbytes: int) -> Iterator[Piece]:
-        index = self._head.index
-        block_nbytes = index.block_nbytes
+    def _read_wanted(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         self._stream.seek(self._head.checksums_file_offset)
         checksums = self._read_tail()
-        rows = zip(
-            requests.storages.tolist(),
-            requests.starts.tolist(),
-            requests.nbytes.tolist(),
-            strict=True,
+        proved = np.zeros(len(checksums), bool)
+        runs = block_runs(requests, self._head.index, together=not options.in_order)
+        scatter = Scatter(
+            Requests(runs.of, requests.starts - runs.begins[runs.of], requests.nbytes)
         )
-        for request, (buffer, start, nbytes) in enumerate(rows):
-            # Whole blocks around what is wanted: less cannot be verified.
-            first = start // block_nbytes
-            position = first * block_nbytes
-            end = min(
-                -(-(start + nbytes) // block_nbytes) * block_nbytes,
-                int(index.buffer_nbytes[buffer]),
-            )
-            self._stream.seek(
-                self._head.region_file_offset + int(index.buffer_offsets[buffer]) + position
-            )
-            block = int(index.block_ends[buffer] - index.block_counts[buffer]) + first
-            hasher = BlockHasher(block_nbytes)
-            for chunk in self._chunks(end - position, chunk_nbytes):
-                block = self._check(checksums, block, hasher.update(chunk))
-                part = chunk[max(start - position, 0) : max(start + nbytes - position, 0)]
-                if part:
-                    yield request, part
-                position += len(chunk)
-            self._check(checksums, block, hasher.finish())
+        rows = zip(runs.buffers.tolist(), runs.begins.tolist(), runs.ends.tolist(), strict=True)
+        for run, (buffer, begin, end) in enumerate(rows):
+            for chunk in self._proved(
+                buffer, begin, end, checksums, proved, chunk_nbytes=options.chunk_nbytes
+            ):
+                yield from scatter.pieces(run, chunk)
+        scatter.finish()
+
+    def _proved(
+        self,
+        buffer: int,
+        begin: int,
+        end: int,
+        checksums: NDArray[np.uint64],
+        proved: NDArray[np.bool_],
+        *,
+        chunk_nbytes: int,
+    ) -> Iterator[memoryview]:
+        """Bytes ``[begin, end)`` of the buffer.  Blocks not yet ``proved`` are read whole and then are."""
+        index = self._head.index
+        block_nbytes = index.block_nbytes
+        buffer_nbytes = int(index.buffer_nbytes[buffer])
+        base = int(index.block_ends[buffer] - index.block_counts[buffer])
+        first, last = begin // block_nbytes, (end - 1) // block_nbytes
+        # A proved block at either edge is read where it is wanted only; all between is read whole in any case.
+        low = first + bool(proved[base + first])
+        high = last if proved[base + last] else last + 1
+        position = begin if low > first else first * block_nbytes
+        stop = end if high == last else min((last + 1) * block_nbytes, buffer_nbytes)
+        hash_begin, hash_end = low * block_nbytes, min(high * block_nbytes, buffer_nbytes)
+        self._stream.seek(
+            self._head.region_file_offset + int(index.buffer_offsets[buffer]) + position
+        )
+        hasher = BlockHasher(block_nbytes)
+        block = base + low
+        for chunk in self._chunks(stop - position, chunk_nbytes):
+            fresh = chunk[max(hash_begin - position, 0) : max(hash_end - position, 0)]
+            block = self._check(checksums, block, hasher.update(fresh))
+            part = chunk[max(begin - position, 0) : max(end - position, 0)]
+            if part:
+                yield part
+            position += len(chunk)
+        block = self._check(checksums, block, hasher.finish())
+        proved[base + low : block] = True
 
     def _read_through(self, requests: Requests, chunk_nbytes: int) -> Iterator[Piece]:
         index = self._head.index

@@ -9,6 +9,7 @@ it, which takes a file.  Such programs also compress: deflated records are read 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -63,7 +64,7 @@ class TorchArchive:
     """One archive, read from ``stream``, which stands at its first byte; ``flatten`` finds the tensors in its pickle.
 
     When made, everything before the first storage has been read: ``state_dict``, ``storages`` (by key, in the order of
-    first use) and ``big_endian`` are known.
+    first use, or of the records where these are compressed and the source is a file) and ``big_endian`` are known.
 
     Raises: UnsupportedCheckpointError, SourceError, TruncatedSourceError; OSError.
     """
@@ -99,6 +100,8 @@ class TorchArchive:
             stream.seek(0)
             self._next = read_local_header(stream)
         self._deflated |= self._next is not None and self._next.deflated
+        if self._deflated and stream.regular_file is not None:
+            self.storages = self._in_order_of_records()
 
     @property
     def big_endian(self) -> bool:
@@ -232,6 +235,19 @@ class TorchArchive:
                 f"the archive holds no checkpoint of torch.save: {_looks_like(list(directory))}"
             )
         return directory
+
+    def _in_order_of_records(self) -> dict[str, Storage]:
+        """The storages as :meth:`read` will bring them, so that what has to wait for its turn can be foretold."""
+        position = self._stream.position
+        places: dict[str, int] = {}
+        with suppress(
+            SourceError
+        ):  # no more than a forecast: whether the directory is sound, read() tells
+            self._stream.seek(find_directory(self._stream))
+            places.update((e.name, e.position) for e in read_directory(self._stream))
+        self._stream.seek(position)
+        storages = self.storages.items()
+        return dict(sorted(storages, key=lambda item: places.get(self._name_of(item[1]), position)))
 
     def _header_of(self, entry: DirectoryEntry) -> LocalHeader:
         self._stream.seek(entry.position)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from stream_pack.dtypes import BY_TORCH
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.limits import MAX_RANK
+from stream_pack.writer.torch_dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
 from stream_pack.writer.unpickler import Callee, Opaque, malformed
 
 __all__ = ["Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
@@ -277,7 +278,7 @@ def _rebuild_parameter(data: object, *_: object) -> object:
     return _of_tensor(data, "a parameter")
 
 
-def _rebuild_from_type(function: object, kind: object, args: object, _state: object) -> object:
+def _rebuild_from_type(function: object, kind: object, args: object, state: object) -> object:
     """A tensor of a subclass, or one with attributes of its own (which are dropped)."""
     kind_name = kind.name if isinstance(kind, Opaque | Callee) else ""
     if kind_name in _PLAIN:
@@ -289,7 +290,10 @@ def _rebuild_from_type(function: object, kind: object, args: object, _state: obj
         ):
             raise malformed("a tensor with attributes that is made of no tensor")
         return _of_tensor(function.call(*args), kind_name)
-    if kind_name.startswith("torch.distributed.") and kind_name.endswith(".DTensor"):
+    if is_dtensor(kind_name):
+        local, shape = local_tensor(args, state) or (None, None)
+        if type(local) is Tensor and type(shape) is tuple and local.shape == shape:
+            return local
         return Unpackable(
             "a DTensor, one rank's shard",
             "save full_tensor() of it, or the whole checkpoint's shards",
@@ -417,7 +421,7 @@ _LEAVES = (
 
 TABLE: dict[str, Callee | Opaque] = (
     {name: Callee(name, call) for name, call in _CALLS.items()}
-    | {name: _leaf(name) for name in _LEAVES}
+    | {name: _leaf(name) for name in (*_LEAVES, *DTENSOR_NAMES)}
     | {name: Opaque(name) for name in _STORAGES}
     | {
         f"torch.{name}": Opaque(f"torch.{name}")

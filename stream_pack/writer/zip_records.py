@@ -121,8 +121,9 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
     _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(
         fixed[4:]
     )
-    name = _name(stream.read_exactly(name_nbytes, what=what))
-    extra = _zip64_extra(stream.read_exactly(extra_nbytes, what=what))
+    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(behind[:name_nbytes])
+    extra = _zip64_extra(behind[name_nbytes:])
     if flags & FLAG_ENCRYPTED:
         raise UnsupportedCheckpointError(
             f"record {shown(name)} is encrypted: decrypt the archive first"
@@ -298,8 +299,9 @@ def _read_entry(stream: ByteStream) -> DirectoryEntry:
     fixed = _ENTRY.unpack(stream.read_exactly(4 + _ENTRY.size, what=what)[4:])
     _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = fixed[:11]
     comment_nbytes, disk, position = fixed[11], fixed[12], fixed[15]
-    name = _name(stream.read_exactly(name_nbytes, what=what))
-    extra = _zip64_extra(stream.read_exactly(extra_nbytes, what=what))
+    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(behind[:name_nbytes])
+    extra = _zip64_extra(behind[name_nbytes:])
     stream.skip(comment_nbytes, what=what)
     if extra is not None:
         wide = iter(_u64s(extra))

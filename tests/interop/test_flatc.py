@@ -10,6 +10,11 @@ from typing import Any
 
 import pytest
 
+from stream_pack import head
+from stream_pack.align import Alignment
+from stream_pack.catalog import CatalogBuilder
+from stream_pack.dtypes import BY_NAME
+from stream_pack.layout import Policy, plan
 from tests.vectors.minimal_reader import integers, read
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,3 +89,31 @@ def test_the_generated_modules_are_what_the_compiler_makes_of_the_schemas(tmp_pa
     assert {path.name: path.read_text() for path in kept.glob("*.py")} == {
         path.name: path.read_text() for path in made.glob("*.py")
     }
+
+
+@pytest.mark.parametrize(
+    "before",
+    [2**31 - 1, 2**31, 2**32 - 16, 2**32, 2**53 + 16, 2**62 - 2**20],
+    ids=["2**31-1", "2**31", "2**32-16", "2**32", "2**53+16", "2**62-2**20"],
+)
+def test_lengths_and_offsets_at_the_edges_of_integers_arrive_whole(
+    before: int, tmp_path: Path
+) -> None:
+    # FB#6942, FB#7536, FB#5081.  Two tensors: the length of the first decides the offset of the second.
+    builder = CatalogBuilder()
+    builder.add("first", BY_NAME["uint8"], (before,), storage=0, start=0)
+    builder.add("second", BY_NAME["uint8"], (5,), storage=1, start=0)
+    policy = Policy(Alignment(small=16, large=16, large_nbytes=16), block_nbytes=1 << 30)
+    encoded = head.encode(plan(builder.build(storages_nbytes=0), policy))
+    place = encoded.head.index_file_offset
+    graph = decoded(encoded.front[24:place], "graph.fbs", tmp_path)
+    index = decoded(encoded.front[place:], "index.fbs", tmp_path)
+    offset = (before + 15) // 16 * 16
+    values = [graph["mps_values"][number] for number in graph["constant_ids"]]
+    assert [value["constant_buffer_size"] for value in values] == [before, 5]
+    assert [value["segment_offset"] for value in values] == [0, offset]
+    assert index["buffer_nbytes"] == [before, 5]
+    assert index["buffer_offsets"] == [0, offset]
+    assert index["dims"] == [before, 5]
+    region = encoded.head.region_file_offset
+    assert integers(encoded.front, "Q", 8, 2) == (region, (offset + 5 + 16383) // 16384 * 16384)

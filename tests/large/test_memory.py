@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import stream_pack
 from tests.support.memory import anonymous_nbytes, measure, needs_proc
 
 MIB = 1 << 20
@@ -76,6 +77,61 @@ def test_ten_thousand_tensors_stay_below_80_mib(folder: Path) -> None:
     del tensors
     assert convert(source, target) < LIMIT
     source.unlink()
+    target.unlink()
+
+
+def test_ten_thousand_tensors_from_a_pipe_stay_below_80_mib(folder: Path) -> None:
+    """The producer saves them straight into the pipe: no file is read again."""
+    target = folder / "many.pack"
+    produce = """
+import sys, torch
+ones = torch.ones(26_214 + 1)
+torch.save({f"layers.{n}.weight": ones.mul(n) for n in range(10_240)}, sys.stdout.buffer)
+"""
+    with subprocess.Popen([sys.executable, "-c", produce], stdout=subprocess.PIPE) as producer:
+        assert producer.stdout is not None
+        assert convert("-", target, stdin=producer.stdout.fileno()) < LIMIT
+        assert producer.wait() == 0
+    assert target.stat().st_size > 1 << 30
+    with stream_pack.open(target) as pack:
+        assert len(pack) == 10_240
+        assert pack["layers.10239.weight"].numpy()[[0, -1]].tolist() == [10_239, 10_239]
+    target.unlink()
+
+
+WRITE = """
+import sys, stream_pack
+
+def chunks(number):
+    for step in range(256):
+        yield bytes([number]) * (1 << 20)  # made for this one step, and dropped
+
+specs = {f"t{number}": ("uint8", (256 << 20,)) for number in range(4)}
+target = sys.argv[1] if sys.argv[1] != "-" else 1
+with stream_pack.Writer(target, specs) as writer:
+    for number in range(4):
+        writer.write(f"t{number}", chunks(number + 1))
+"""
+
+
+@pytest.mark.parametrize("to", ["path", "stream"])
+def test_a_gibibyte_that_a_generator_makes_is_written_in_less_than_80_mib(
+    to: str, folder: Path
+) -> None:
+    """ST#531, ST#447: tensors that never exist whole in memory."""
+    target = folder / "written.pack"
+    argv = [sys.executable, "-c", WRITE, str(target) if to == "path" else "-"]
+    if to == "path":
+        assert measure(argv).peak_anonymous_nbytes < LIMIT
+    else:
+        with open(target, "wb") as out:
+            assert measure(argv, stdout=out).peak_anonymous_nbytes < LIMIT
+    with stream_pack.open(target) as pack:
+        for number in range(4):
+            array = pack[f"t{number}"].numpy()
+            assert array.nbytes == 256 * MIB
+            assert array[:: 1 << 20].tolist() == [number + 1] * 256
+            assert array[-1] == number + 1
     target.unlink()
 
 

@@ -3,11 +3,13 @@
 The figure is the peak of ``RssAnon`` in /proc/<pid>/status: resident pages that no file stands behind.  It is what
 counts when a machine runs out of memory; pages of mapped files and the page cache can be dropped at any time.
 
-The kernel keeps a high-water mark only for all resident pages (``VmHWM``), which counts mapped files too, and
-``ru_maxrss`` also counts what the parent had before exec.  So the parent samples, once a millisecond: from outside,
-because a thread inside the child would wait for its interpreter's lock, and C code keeps that for long.  What
-sampling can miss is what a program takes and gives back between two samples.  Fresh pages have to be zeroed
-first, at a few GiB/s, so at one sample a millisecond that is a few MiB.
+The kernel keeps no high-water mark of just that, so the parent samples, once a millisecond: from outside, because a
+thread inside the child would wait for its interpreter's lock, and C code keeps that for long.  On a busy machine
+samples come late, and what a program takes and gives back between two of them goes unseen.  But the kernel does keep
+the high-water mark of all resident pages (``VmHWM``; ``ru_maxrss`` is no use, it also counts what the parent had
+before exec).  When that was reached, at most as many pages were mapped from files as ever were, so the rest were
+anonymous.  The greater of the two figures is the peak.  One that is seen late is not lost, then, as long as the
+program lives on; and where many file pages come and go between samples the error is to the side of too much.
 """
 
 from __future__ import annotations
@@ -42,11 +44,17 @@ class Measured:
 
 def anonymous_nbytes(pid: int | None = None) -> int:
     """Resident anonymous memory of a process (None: this one), now.  0 once it has ended."""
-    status = Path(f"/proc/{'self' if pid is None else pid}/status").read_text()
-    for line in status.splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a zombie has no memory, and no such line
+    return _resident("self" if pid is None else pid)["RssAnon"]
+
+
+def _resident(pid: int | str) -> dict[str, int]:
+    """What /proc/<pid>/status says of resident memory, in bytes."""
+    found = dict.fromkeys(("VmHWM", "RssAnon", "RssFile", "RssShmem"), 0)
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        field, _, value = line.partition(":")
+        if field in found:
+            found[field] = int(value.split()[0]) * 1024
+    return found  # a zombie has no memory, and no such lines
 
 
 def measure(
@@ -70,9 +78,12 @@ def measure(
             stderr=stderr,
         )
         # Popen returns after exec, so no sample sees the memory of a process that was only forked.
-        peak = 0
+        sampled = mapped = high_water = 0
         while process.poll() is None:
-            peak = max(peak, anonymous_nbytes(process.pid))
+            resident = _resident(process.pid)
+            sampled = max(sampled, resident["RssAnon"])
+            mapped = max(mapped, resident["RssFile"] + resident["RssShmem"])
+            high_water = max(high_water, resident["VmHWM"])
             time.sleep(SAMPLE_SECONDS)
         captured.seek(0)
         stderr.seek(0)
@@ -80,7 +91,7 @@ def measure(
         if process.returncode:
             error = subprocess.CalledProcessError(process.returncode, list(argv), output)
             raise AssertionError(f"{error}\n{stderr.read().decode(errors='replace')}") from error
-    return Measured(peak, output)
+    return Measured(max(sampled, high_water - mapped), output)
 
 
 def peak_anonymous_nbytes(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,38 @@ def test_memory_that_was_given_back_counts_in_the_peak() -> None:
     peak = peak_anonymous_nbytes(python(f"b = bytearray({64 * MIB})", "del b"))
     assert idle < 32 * MIB
     assert 60 * MIB < peak - idle < 68 * MIB
+
+
+def test_a_peak_between_two_samples_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: nobody looks between the start and the time when the memory was given back."""
+    idle = peak_anonymous_nbytes(python("pass"))
+    freed = tmp_path / "freed"
+    reading, writing = os.pipe()
+    sleep = time.sleep
+    pauses = 0
+
+    def pause(seconds: float) -> None:
+        nonlocal pauses
+        pauses += 1
+        for _ in range(60_000):  # a program that died makes no file
+            if freed.exists():
+                break
+            sleep(seconds)
+        if pauses == 2:
+            os.close(writing)  # now it may end
+
+    monkeypatch.setattr(time, "sleep", pause)
+    program = python(
+        "import sys",
+        f"b = bytearray({64 * MIB})",
+        "del b",
+        f"open({str(freed)!r}, 'x').close()",
+        "sys.stdin.read()",
+    )
+    peak = peak_anonymous_nbytes(program, stdin=reading)
+    os.close(reading)
+    assert pauses >= 2
+    assert 60 * MIB < peak - idle < 72 * MIB
 
 
 def test_memory_that_was_only_reserved_is_not_counted() -> None:

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from stream_pack.errors import TruncatedSourceError
+from stream_pack.errors import SourceError, TruncatedSourceError
 from stream_pack.writer.bytestream import ByteStream
 from tests.writer.byte_sources import Dribble
 
@@ -249,6 +251,44 @@ def test_a_descriptor_in_non_blocking_mode_is_waited_for() -> None:
 def test_a_text_file_object_is_a_mistake_of_the_caller() -> None:
     with pytest.raises(TypeError, match="binary"):
         ByteStream(io.StringIO("text")).peek(1)  # type: ignore[arg-type]
+
+
+class Lying(io.RawIOBase):
+    """Its ``readinto`` says whatever it is told to."""
+
+    def __init__(self, answer: object) -> None:
+        self._answer = answer
+
+    def readinto(self, buffer: object, /) -> Any:
+        return self._answer
+
+
+@pytest.mark.parametrize("nbytes", [10, 100_000])  # by way of the read-ahead, and past it
+@pytest.mark.parametrize("answer", [-1, 1 << 20, 1 << 70, 2.0, "2", b"12"])
+def test_a_readinto_that_returns_no_possible_length_is_refused(answer: object, nbytes: int) -> None:
+    with pytest.raises(SourceError, match="no binary file object"):
+        ByteStream(Lying(answer)).read_exactly(nbytes, what="it")
+
+
+class Giving:
+    """Its ``read`` gives whatever it is told to, once."""
+
+    def __init__(self, *given: Any) -> None:
+        self._left = [b"", *given]
+
+    def read(self, nbytes: int, /) -> Any:
+        return self._left.pop()
+
+
+@pytest.mark.parametrize("given", [7, 2.0, ["a"], bytes(1 << 20), memoryview(DATA)[::2]])
+def test_a_read_that_gives_no_bytes_or_too_many_is_refused(given: object) -> None:
+    with pytest.raises(SourceError, match="no binary file object"):
+        ByteStream(Giving(given)).read_exactly(10, what="it")
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda b: np.frombuffer(b, "<u2")])
+def test_a_read_may_give_bytes_in_any_wrapping(kind: Callable[[bytes], Any]) -> None:
+    assert bytes(ByteStream(Giving(kind(b"1234"))).read_exactly(4, what="it")) == b"1234"
 
 
 def test_a_closed_descriptor_is_the_operating_systems_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import stream_pack
 from stream_pack.errors import LimitError
 from stream_pack.report import Forecast, Report
-from tests.support.torch_zips import saved
+from tests.support.torch_zips import records, saved
 from tests.writer.byte_sources import Dribble
 
 
@@ -68,6 +69,26 @@ def test_what_waits_at_most_counts_not_what_waits_last(tmp_path: Path) -> None:
     target = io.BytesIO()
     report = stream_pack.convert(Dribble(data, step=1000), target, order="name", spool_dir=tmp_path)
     assert report.spool_nbytes == 400
+
+
+def test_of_a_compressed_file_the_order_of_its_records_is_known(tmp_path: Path) -> None:
+    given = {"a": torch.arange(1000.0), "b": torch.arange(500.0), "c": torch.arange(7.0)}
+    parts = records(saved(given))
+    storages = [name for name in parts if name.startswith("data/")]
+    path = tmp_path / "deflated.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in [*(name for name in parts if name not in storages), *reversed(storages)]:
+            archive.writestr(f"archive/{name}", parts[name])
+    # c and b come before a, and wait for it.
+    assert stream_pack.forecast(path, to_stream=True).spool_nbytes == 4 * (500 + 7)
+    target = io.BytesIO()
+    with pytest.raises(LimitError, match="--spool-dir"):
+        stream_pack.convert(path, target)
+    assert target.getvalue() == b""
+    report = stream_pack.convert(path, target, spool_dir=tmp_path)
+    assert report.spool_nbytes == 4 * (500 + 7)
+    stream_pack.convert(given, tmp_path / "pack")
+    assert target.getvalue() == (tmp_path / "pack").read_bytes()
 
 
 def test_of_a_pipe_only_the_head_is_read() -> None:

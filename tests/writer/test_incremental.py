@@ -6,6 +6,7 @@ import gc
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -93,10 +94,19 @@ def test_a_dtype_may_come_from_torch_or_ml_dtypes() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [("int3", (8,)), ("int4", (3,)), ("int4", ()), ("float4_e2m1fn_x2", ()), ("float32", (-1,))],
+    [
+        ("int3", (8,)),
+        ("int4", (3,)),
+        ("int4", ()),
+        ("float4_e2m1fn_x2", ()),
+        ("float32", (-1,)),
+        ("float32", (2.5,)),
+        ("float32", ("2",)),
+        ("float32", 2),
+    ],
 )
 def test_specs_that_no_pack_can_hold_are_refused_by_name(
-    tmp_path: Path, spec: tuple[str, tuple[int, ...]]
+    tmp_path: Path, spec: tuple[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedTensorError, match="'bad'") as caught:
         Writer(tmp_path / "f", {"bad": spec})

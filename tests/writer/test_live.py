@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import stream_pack
 from stream_pack.errors import (
     LimitError,
     SourceError,
@@ -151,6 +153,37 @@ class TestTensorsOfAnotherDevice(TestTorchTensors):
         assert places({"w": w, "tied": w, "view": w[2:], "other": torch.zeros(8, 8)}) == {
             "w": (0, 0), "tied": (0, 0), "view": (0, 64), "other": (1, 0),
         }  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "mps", "xpu", "hpu", "vulkan", "privateuseone:0"])
+def test_no_tensor_of_another_device_is_read_by_address(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pointer may well be one that can be read, of other bytes: nothing but a copy to the CPU will do."""
+    to_host = torch.Tensor.cpu
+    fetched: list[torch.Tensor] = []
+
+    def fetch(tensor: torch.Tensor) -> torch.Tensor:
+        assert str(tensor.device) == device
+        monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)  # of the copy it may be asked for
+        fetched.append(to_host(tensor))
+        return fetched[-1]
+
+    def no_address(tensor: torch.Tensor) -> int:
+        raise AssertionError(f"the address of a tensor on {device} was asked for")
+
+    data_ptr = torch.Tensor.data_ptr
+    w = torch.arange(12.0).reshape(3, 4)
+    # The name of the device is all that tells: no accelerator is at hand.
+    monkeypatch.setattr(torch.Tensor, "device", torch.device(device), raising=False)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", no_address)
+    monkeypatch.setattr(torch.Tensor, "cpu", fetch)
+    source = LiveSource({"w": w})
+    assert fetched == []
+    _, requests = requests_for(source.catalog)
+    data = collect(source, requests, options())
+    assert len(fetched) == 1
+    assert data == [np.arange(12, dtype="<f4").tobytes()]
 
 
 def sample_arrays() -> dict[str, NDArray[Any]]:
@@ -315,14 +348,58 @@ def test_derivations_that_only_begin_alike_are_kept_apart() -> None:
         "NumPy, transposed": square.T[:2, :2],
         "NumPy, swapped": swapped[:2, :2],
         "NumPy, integers": square.view(np.int32)[:2, :2],
+        "NumPy, backwards": square[1::-1, 1::-1],
     }
     catalog = LiveSource(tensors).catalog
-    assert catalog.storages.tolist() == [1, 2, 3, 4, 5, 6]
+    # Neither the library nor the dtype makes another storage of the same bytes.
+    assert catalog.storages.tolist() == [1, 2, 1, 2, 3, 1, 4]
     little = np.array([0, 1, 4, 5], "<f4").tobytes()
     across = np.array([0, 4, 1, 5], "<f4").tobytes()
     assert list(packed(tensors).values()) == [
         little, across, little, across, np.array([0, 1, 4, 5], ">f4").tobytes(), little,
+        np.array([5, 4, 1, 0], "<f4").tobytes(),
     ]  # fmt: skip
+
+
+def twice(tensors: Mapping[str, torch.Tensor], tmp_path: Path) -> tuple[bytes, bytes]:
+    """The packs that are made of tensors in memory, and of the checkpoint that torch.save makes of them."""
+    torch.save(dict(tensors), tmp_path / "checkpoint")
+    stream_pack.save_file(tensors, tmp_path / "live")
+    stream_pack.convert(tmp_path / "checkpoint", tmp_path / "converted")
+    return (tmp_path / "live").read_bytes(), (tmp_path / "converted").read_bytes()
+
+
+def test_tensors_and_their_checkpoint_make_the_same_pack_however_their_dims_cut_the_elements_up(
+    tmp_path: Path,
+) -> None:
+    base, square = torch.arange(4096.0), torch.arange(64.0).reshape(8, 8)
+    number, z = torch.tensor([5.0]), torch.arange(8).to(torch.complex64).reshape(2, 4)
+    live, converted = twice(
+        {
+            "a": base[::2],
+            "b": base[::2].view(32, 64),
+            "c": base[::2].view(2, 1, 1024),
+            "expanded": number.expand(6),
+            "expanded, of two dims": number.expand(2, 3),
+            "t": square.t(),
+            "t, with a dim of one": square.t().unsqueeze(1),
+            "conj": z.conj(),
+            "conj, flat": z.conj().view(8),
+            "imag": z.clone().conj().imag,
+            "diagonal": square.diagonal(),
+        },
+        tmp_path,
+    )
+    assert live == converted
+    with stream_pack.open(tmp_path / "live") as pack:
+        assert len({pack[name].file_offset for name in pack}) == 6
+
+
+def test_strided_memory_is_stored_once_whichever_library_it_is_seen_through() -> None:
+    array = np.arange(4096, dtype=np.float32)
+    tensor = torch.from_numpy(array)
+    catalog = LiveSource({"n": array[::2], "t": tensor[::2].view(32, 64), "b": tensor}).catalog
+    assert catalog.storages.tolist() == [1, 1, 0]
 
 
 def test_tensors_without_elements_lie_nowhere() -> None:

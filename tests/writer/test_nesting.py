@@ -169,6 +169,8 @@ KEYS: list[tuple[Key, dict[str, float]]] = [
     (["x", "y"], {"w": 6}),
     ("x.y.z", {"w": 7}),
     ("list.1", {"w": 9}),
+    ("p.q.r", {"w": 12}),
+    (["p", "q", "r"], {"w": 13}),
     ("", {"w": 10}),
 ]
 
@@ -184,6 +186,8 @@ def test_a_key_reaches_what_stands_under_it(
         "list": [{"w": one(8)}, {"w": one(9)}],
         "": {"w": one(10)},
         0: {"w": one(11)},
+        "p": {"q": {"r": {"w": one(13)}}},
+        "p.q": {"r": {"w": one(12)}},
     }
     source = opened(checkpoint, key)
     assert values(source) == expected
@@ -394,7 +398,7 @@ def test_the_command_line_lists_keys_from_a_pipe_without_reading_tensors(tmp_pat
         ["args", "1", "4", "B", "tests.writer.test_nesting.Obj"],
     ]
     as_json = subprocess.run([*command, "--json"], input=head, capture_output=True, check=True)
-    assert json.loads(as_json.stdout)[3] == {
+    assert json.loads(as_json.stdout)[2] == {
         "path": ["net", "a"], "kind": "dict", "tensors": 1, "nbytes": 40, "chosen": False,
     }  # fmt: skip
 
@@ -421,7 +425,7 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(
 def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_pack.writer.nesting.MAX_VISITED", 300_000)
+    monkeypatch.setattr("stream_pack.writer.tensor_names.MAX_VISITED", 300_000)
     big = b"](" + tensor() + b"]" * 100_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"ctorch\nSize\nh\1\x85\x81s" for k in range(2000))
     with pytest.raises(UnsupportedCheckpointError, match="nests more than"):

@@ -6,12 +6,16 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stream_pack import head
 from stream_pack.align import Alignment
@@ -206,6 +210,39 @@ def test_a_file_is_judged_by_the_blocks_that_are_taken(tmp_path: Path) -> None:
     with PackSource(file_stream(damaged, tmp_path)) as source, pytest.raises(ChecksumError):
         # The damaged byte is not wanted, but the block of the wanted one has it.
         collect(source, ranges([(0, 8192, 1)]), options())
+
+
+@given(
+    wanted=st.lists(
+        st.tuples(st.integers(0, 9_999), st.integers(1, 10_000)).map(
+            lambda pair: (0, pair[0], min(pair[1], 10_000 - pair[0]))
+        ),
+        max_size=8,
+    ),
+    in_order=st.booleans(),
+    chunk_nbytes=st.sampled_from([100, 4096, 5000, 1 << 20]),
+    damaged_at=st.none() | st.integers(0, 9_999),
+)
+def test_whatever_is_wanted_of_a_file_comes_unless_a_block_of_it_is_damaged(
+    wanted: list[tuple[int, int, int]], in_order: bool, chunk_nbytes: int, damaged_at: int | None
+) -> None:
+    data = PACK if damaged_at is None else flipped(PACK, REGION + damaged_at)
+    touched = {
+        block
+        for _, begin, n in wanted
+        for block in range(begin // 4096, (begin + n - 1) // 4096 + 1)
+    }
+    with ExitStack() as stack:
+        file = stack.enter_context(TemporaryFile())
+        file.write(data)
+        file.seek(0)
+        source = stack.enter_context(PackSource(ByteStream(file)))
+        if damaged_at is not None and damaged_at // 4096 in touched:
+            stack.enter_context(pytest.raises(ChecksumError))
+        how = options(chunk_nbytes=chunk_nbytes, in_order=in_order)
+        scalar = (1, 0, 8)
+        expected = [*(BIG[begin : begin + n] for _, begin, n in wanted), STORAGES[1]]
+        assert collect(source, ranges([*wanted, scalar]), how) == expected
 
 
 def test_a_pipe_is_judged_by_all_its_blocks() -> None:

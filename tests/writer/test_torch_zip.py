@@ -497,17 +497,21 @@ def test_a_flipped_bit_in_any_byte_is_refused_or_changes_nothing(tmp_path: Path)
     data = saved(simple())
     clean = read(TorchZipSource(pipe_stream(data, step=65536)))
     silent = 0
-    for at in range(len(data)):
+    for number in range(2 * len(data)):  # two bits of each byte
+        at = number // 2
+        bit = (at + 3 * (number % 2)) % 8
         broken = bytearray(data)
-        broken[at] ^= 1 << at % 8
+        broken[at] ^= 1 << bit
         source = None
         try:
             source = TorchZipSource(pipe_stream(bytes(broken), step=65536))
-            assert read(source) == clean, at
+            assert read(source) == clean, (at, bit)
             silent += 1
         except (SourceError, LimitError):
             continue
-    assert silent < len(data) // 3  # alignment padding, timestamps and the like, which mean nothing
+    assert (
+        silent < len(data) * 2 // 3
+    )  # alignment padding, timestamps and the like, which mean nothing
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
