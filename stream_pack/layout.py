@@ -256,21 +256,27 @@ def _cluster_hosts(
     wanted = alignment.of(ends[lead_rows] - starts[lead_rows]).tolist()
     place = catalog_order[lead_rows].tolist()
     lead_hosts = list(range(len(lead_rows)))
-    # For each alignment and remainder, the ranges seen that no later one can be better than: both
-    # their starts and their ends ascend.  Of two with the same end the earlier contains the later.
+
+    def rank(row: int) -> tuple[int, int]:
+        """For sorting, the best host first: the longest, then the first in the catalog."""
+        return begin[row] - end[row], place[row]
+
+    # For each alignment and remainder, the ranges seen that may still be the best host of a later one, by start: their
+    # ends ascend and they become worse, so that the best of those that reach far enough is the first.
     seen: dict[tuple[int, int], list[int]] = {}
     for row, (low, high, unit) in enumerate(zip(begin, end, wanted)):
         mates = seen.get((unit, low % unit), [])
         # All mates start at or before low; those from `reach` on end at or after high.
         reach = bisect_right(mates, high - 1, key=end.__getitem__)
         if reach < len(mates):
-            lead_hosts[row] = min(
-                mates[reach:], key=lambda mate: (begin[mate] - end[mate], place[mate])
-            )
+            lead_hosts[row] = mates[reach]
         for size in (alignment.small, alignment.large):
             chain = seen.setdefault((size, low % size), [])
-            if not chain or end[chain[-1]] < high:
-                chain.append(row)
+            if chain and end[chain[-1]] >= high:
+                continue  # that one contains this one, and so is the better host of whatever fits into both
+            while chain and rank(row) < rank(chain[-1]):
+                chain.pop()
+            chain.append(row)
     group = np.cumsum(leads) - 1
     host_rows: NDArray[np.int64] = lead_rows[np.array(lead_hosts)[group]]
     return host_rows

@@ -195,15 +195,19 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
         return
     sources = [source]
     if isinstance(source, (str, os.PathLike)):
-        # A set may read any file of its folder, or of its index's.
+        # A set may read any file of its folder, or of its index's, that has bytes.
         path = os.fsdecode(source)
         folder = os.path.dirname(path) or "." if path.endswith(".json") else path
         if os.path.isdir(folder):
-            sources += [entry.path for entry in os.scandir(folder)]
+            sources += [
+                entry.path
+                for entry in os.scandir(folder)
+                if entry.is_file() and entry.stat().st_size
+            ]
     if sink.identity in map(file_identity, sources):
         raise SourceError(
-            "the target is a file that the source is read from, open for writing in place: give its path as the "
-            "target, which is replaced when the pack is complete"
+            "the target is open for writing in place, and it is the source's file, or one in its folder: give its "
+            "path as the target, which is replaced when the pack is complete"
         )
 
 

@@ -283,6 +283,7 @@ def _block_error(head: Head, block: int, expected: int, actual: int) -> Checksum
         file_begin=file_offset + begin,
         file_end=file_offset + end,
         tensors=names,
+        tensor_count=len(names),
         buffer=buffer,
         block=number,
     )

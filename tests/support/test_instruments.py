@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,42 +23,42 @@ def python(*statements: str) -> list[str]:
     return [sys.executable, "-c", "\n".join(statements)]
 
 
-def test_memory_that_was_given_back_counts_in_the_peak() -> None:
+@pytest.fixture
+def late_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The peak of statements, sampled at the start and again after the last one, whatever else the machine does."""
+
+    def measured(*statements: str) -> int:
+        done = tmp_path / "done"
+        reading, writing = os.pipe()
+        sleep = time.sleep
+        pauses = 0
+
+        def pause(seconds: float) -> None:
+            nonlocal pauses
+            pauses += 1
+            for _ in range(60_000):  # a program that died makes no file
+                if done.exists():
+                    break
+                sleep(seconds)
+            if pauses == 2:
+                os.close(writing)  # now it may end
+
+        monkeypatch.setattr(time, "sleep", pause)
+        last = f"open({str(done)!r}, 'x').close(); import sys; sys.stdin.read()"
+        try:
+            return peak_anonymous_nbytes(python(*statements, last), stdin=reading)
+        finally:
+            os.close(reading)
+
+    return measured
+
+
+def test_memory_that_was_given_back_before_anybody_looked_counts_in_the_peak(
+    late_peak: Callable[..., int],
+) -> None:
     idle = peak_anonymous_nbytes(python("pass"))
-    peak = peak_anonymous_nbytes(python(f"b = bytearray({64 * MIB})", "del b"))
     assert idle < 32 * MIB
-    assert 60 * MIB < peak - idle < 68 * MIB
-
-
-def test_a_peak_between_two_samples_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a busy machine: nobody looks between the start and the time when the memory was given back."""
-    idle = peak_anonymous_nbytes(python("pass"))
-    freed = tmp_path / "freed"
-    reading, writing = os.pipe()
-    sleep = time.sleep
-    pauses = 0
-
-    def pause(seconds: float) -> None:
-        nonlocal pauses
-        pauses += 1
-        for _ in range(60_000):  # a program that died makes no file
-            if freed.exists():
-                break
-            sleep(seconds)
-        if pauses == 2:
-            os.close(writing)  # now it may end
-
-    monkeypatch.setattr(time, "sleep", pause)
-    program = python(
-        "import sys",
-        f"b = bytearray({64 * MIB})",
-        "del b",
-        f"open({str(freed)!r}, 'x').close()",
-        "sys.stdin.read()",
-    )
-    peak = peak_anonymous_nbytes(program, stdin=reading)
-    os.close(reading)
-    assert pauses >= 2
+    peak = late_peak(f"b = bytearray({64 * MIB})", "del b")
     assert 60 * MIB < peak - idle < 72 * MIB
 
 
@@ -67,16 +68,16 @@ def test_memory_that_was_only_reserved_is_not_counted() -> None:
     assert peak < idle + 8 * MIB
 
 
-def test_pages_of_a_mapped_file_are_not_counted(tmp_path: Path) -> None:
+def test_pages_of_a_mapped_file_are_not_counted(
+    tmp_path: Path, late_peak: Callable[..., int]
+) -> None:
     path = tmp_path / "mapped"
     path.write_bytes(b"\1" * (64 * MIB))
     idle = peak_anonymous_nbytes(python("import mmap"))
-    peak = peak_anonymous_nbytes(
-        python(
-            "import mmap",
-            f"with open({str(path)!r}, 'rb') as f: m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)",
-            "assert m.find(b'x') == -1",
-        )
+    peak = late_peak(
+        "import mmap",
+        f"with open({str(path)!r}, 'rb') as f: m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)",
+        "assert m.find(b'x') == -1",
     )
     assert peak < idle + 8 * MIB
 

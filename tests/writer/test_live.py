@@ -398,8 +398,13 @@ def test_tensors_and_their_checkpoint_make_the_same_pack_however_their_dims_cut_
 def test_strided_memory_is_stored_once_whichever_library_it_is_seen_through() -> None:
     array = np.arange(4096, dtype=np.float32)
     tensor = torch.from_numpy(array)
-    catalog = LiveSource({"n": array[::2], "t": tensor[::2].view(32, 64), "b": tensor}).catalog
-    assert catalog.storages.tolist() == [1, 1, 0]
+    tensors = {
+        "NumPy": array.reshape(64, 64)[:, ::2],
+        "torch": tensor[::2].view(32, 1, 64),
+        "all of it": tensor,
+        "all of it, of two dims": array.reshape(64, 64),
+    }
+    assert LiveSource(tensors).catalog.storages.tolist() == [1, 1, 0, 0]
 
 
 def test_tensors_without_elements_lie_nowhere() -> None:
