@@ -15,12 +15,12 @@ from stream_pack.report import Forecast, Report
 from stream_pack.writer.adapt import Adaptation, adapted
 from stream_pack.writer.cast_plan import cast_rules
 from stream_pack.writer.forecast import forecast_pack
-from stream_pack.writer.nesting import Key
 from stream_pack.writer.open_source import Convertible, open_source
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
 from stream_pack.writer.select import Order, Rename, Selection
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 from stream_pack.writer.spool import Spool
+from stream_pack.writer.torch_save.nesting import Key
 
 if TYPE_CHECKING:
     import torch

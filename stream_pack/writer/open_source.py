@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from stream_pack.errors import OptionError, SourceError, UnsupportedCheckpointError
 from stream_pack.sniff import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.writer.bytestream import BinaryReader, ByteStream
-from stream_pack.writer.nesting import WHOLE, Key, flattening
 from stream_pack.writer.source import Source
 from stream_pack.writer.spool import Spool
-from stream_pack.writer.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_save.nesting import WHOLE, Key, flattening
+from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
 
 if TYPE_CHECKING:
     import torch
 
-    from stream_pack.writer.outline import Nested
+    from stream_pack.writer.torch_save.outline import Nested
 
 __all__ = ["Convertible", "list_keys", "open_source"]
 
 Convertible: TypeAlias = (
     "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
 )
-"""A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object, a
-mapping of names to tensors or arrays, a module, or a source."""
+"""A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
+a mapping of names to tensors or arrays, a module, or a source.
+"""
 
 
 def open_source(
@@ -39,12 +40,13 @@ def open_source(
 ) -> Source:
     """Open ``source``; close what comes back.
 
-    ``key`` and ``ignore_unknown``: as for :func:`stream_pack.writer.nesting.flattening`.  ``spool``: for an archive
-    that has to lie on disk before its tensors are known; None refuses such an archive.
+    ``key`` and ``ignore_unknown``: as for
+    :func:`stream_pack.writer.torch_save.nesting.flattening`.  ``spool``: for an archive that has to
+    lie on disk before its tensors are known; None refuses such an archive.
 
     Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
-    as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError for an object that
-    is none of these.
+    as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError
+    for an object that is none of these.
     """
     flatten = flattening(key, ignore_unknown=ignore_unknown)
     nests = False
@@ -64,11 +66,12 @@ def open_source(
 
 
 def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
-    """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that nests nothing.
+    """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that
+    nests nothing.
 
     Raises: as :func:`open_source`.
     """
-    from stream_pack.writer.outline import Nested, outline
+    from stream_pack.writer.torch_save.outline import Nested, outline
 
     found: list[list[Nested]] = []
 
@@ -126,11 +129,11 @@ class _Opening:
             start = stream.peek(SNIFF_NBYTES)
             kind = sniff(start)
             if kind is Kind.TORCH_ZIP:
-                from stream_pack.writer.torch_zip import TorchZipSource
+                from stream_pack.writer.torch_save.zip import TorchZipSource
 
                 return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
             if kind is Kind.TORCH_LEGACY:
-                from stream_pack.writer.torch_legacy import LegacyTorchSource
+                from stream_pack.writer.torch_save.legacy import LegacyTorchSource
 
                 return LegacyTorchSource(stream, flatten=self.flatten)
             if kind is Kind.SAFETENSORS:

@@ -10,7 +10,6 @@ import abc
 import errno
 import io
 import os
-import select
 import stat
 import weakref
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
 from stream_pack.checksum import zeros
+from stream_pack.descriptor import write_some
 from stream_pack.errors import StateError
 from stream_pack.writer.source import Chunk, Zeros
 
@@ -241,7 +241,7 @@ class StreamSink(Sink):
         rest = [part for part in parts if len(part)]
         while rest:
             if isinstance(self._stream, int):
-                written: int | None = _writev(self._stream, rest)
+                written: int | None = write_some(self._stream, rest)
             else:
                 written = self._stream.write(rest[0])
             if not written:
@@ -355,14 +355,3 @@ def _sync_folder(folder: str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _writev(stream: int, parts: list[memoryview]) -> int:
-    while True:
-        try:
-            return os.writev(stream, parts)
-        except BlockingIOError:
-            # Whoever shares the pipe or terminal may have made it non-blocking; ssh does.
-            waiting = select.poll()
-            waiting.register(stream, select.POLLOUT)
-            waiting.poll()

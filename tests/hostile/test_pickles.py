@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stream_pack.errors import LimitError, SourceError, UnsupportedCheckpointError
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.support.torch_zips import records, repacked, saved
 from tests.writer.byte_sources import pipe_stream
 from tests.writer.source_suite import collect, options, requests_for

@@ -10,7 +10,7 @@ import pytest
 
 from stream_pack.errors import SourceError
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.writer.source_suite import options, requests_for
 
 NBYTES = 2**31 + (1 << 20)

@@ -13,7 +13,7 @@ import xxhash
 import stream_pack
 from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.source import Zeros
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.support.memory import anonymous_nbytes
 from tests.vectors.minimal_reader import integers
 from tests.writer.source_suite import options, requests_for

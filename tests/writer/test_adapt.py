@@ -19,7 +19,7 @@ from stream_pack.writer.live import LiveSource
 from stream_pack.writer.safetensors_source import SafetensorsSource
 from stream_pack.writer.select import Rename, Selection
 from stream_pack.writer.source import Zeros
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.support.torch_zips import saved
 from tests.writer.byte_sources import Dribble, file_stream, pipe_stream
 from tests.writer.source_suite import (

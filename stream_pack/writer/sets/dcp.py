@@ -35,9 +35,9 @@ from stream_pack.writer.sets.assembly import (
 from stream_pack.writer.sets.composite import listed, member_path, say_where, together
 from stream_pack.writer.sets.dcp_metadata import Place, ShardedTensor, read_metadata
 from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions
-from stream_pack.writer.state_dict import Flatten, StateDict
-from stream_pack.writer.torch_globals import Storage, Tensor
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.globals import Storage, Tensor
+from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_save.zip import TorchZipSource
 
 __all__ = ["METADATA", "SHARD_SUFFIX", "DcpSource"]
 

@@ -1,9 +1,12 @@
-"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks stand.
+"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks
+stand.
 
-It is a plain pickle of dataclasses.  All of them stay closed (:class:`~stream_pack.writer.unpickler.Opaque`), and
-what is needed is picked out of their states; nothing is imported, and what else the pickle names is never looked at.
+It is a plain pickle of dataclasses.  All of them stay closed
+(:class:`~stream_pack.writer.torch_save.unpickler.Opaque`), and what is needed is picked out of
+their states; nothing is imported, and what else the pickle names is never looked at.
 
-Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0 to 2.13.
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0
+to 2.13.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from stream_pack.dtypes import BY_TORCH
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.writer.sets.assembly import Box
-from stream_pack.writer.torch_globals import TABLE
-from stream_pack.writer.unpickler import OddKey, Opaque, Unpickler, malformed
+from stream_pack.writer.torch_save.globals import TABLE
+from stream_pack.writer.torch_save.unpickler import OddKey, Opaque, Unpickler, malformed
 
 __all__ = ["Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
 

@@ -13,7 +13,7 @@ from stream_pack.writer.sets.llama import LlamaSource, is_shard_name
 from stream_pack.writer.sets.llama_params import PARAMS
 from stream_pack.writer.sets.ninja import TYPE_FILE, NinjaSource
 from stream_pack.writer.source import Source
-from stream_pack.writer.state_dict import Flatten
+from stream_pack.writer.torch_save.state_dict import Flatten
 
 __all__ = ["open_folder"]
 

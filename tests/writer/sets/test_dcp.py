@@ -40,9 +40,9 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
-from stream_pack.writer.nesting import flattening
 from stream_pack.writer.open_source import open_source
 from stream_pack.writer.sets.dcp import DcpSource
+from stream_pack.writer.torch_save.nesting import flattening
 from tests.writer.sets import save_distributed
 from tests.writer.sets.expectations import expected_of, read, read_path
 from tests.writer.source_suite import Expected, MakeSource, SourceSuite

@@ -20,12 +20,12 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
 )
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.inflate import Inflated
-from stream_pack.writer.state_dict import Flatten, StateDict
-from stream_pack.writer.torch_container import Data, End, Event
-from stream_pack.writer.torch_globals import Storage, TorchObjects
-from stream_pack.writer.unpickler import Unpickler
-from stream_pack.writer.zip_records import (
+from stream_pack.writer.torch_save.container import Data, End, Event
+from stream_pack.writer.torch_save.globals import Storage, TorchObjects
+from stream_pack.writer.torch_save.inflate import Inflated
+from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_save.unpickler import Unpickler
+from stream_pack.writer.torch_save.zip_records import (
     DEFLATED,
     STORED,
     DirectoryEntry,

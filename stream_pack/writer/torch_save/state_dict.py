@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stream_pack.writer.torch_globals import Tensor, TypedStorage, Unpackable
-from stream_pack.writer.unpickler import Callee, OddKey, Opaque
+from stream_pack.writer.torch_save.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.writer.torch_save.unpickler import Callee, OddKey, Opaque
 
 __all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "listed", "shown", "what_it_is"]
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
-from stream_pack.writer.state_dict import (
+from stream_pack.writer.torch_save.globals import Tensor, Unpackable
+from stream_pack.writer.torch_save.state_dict import (
     MAX_LISTED,
     Flatten,
     StateDict,
@@ -21,8 +22,7 @@ from stream_pack.writer.state_dict import (
     shown,
     what_it_is,
 )
-from stream_pack.writer.tensor_names import MAX_DEPTH, Found
-from stream_pack.writer.torch_globals import Tensor, Unpackable
+from stream_pack.writer.torch_save.tensor_names import MAX_DEPTH, Found
 
 __all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
 

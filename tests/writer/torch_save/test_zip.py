@@ -26,7 +26,7 @@ from stream_pack.errors import (
 )
 from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.spool import Spool
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.support.torch_zips import as_torch_has_it, records, repacked, saved
 from tests.support.zips import Member, archive
 from tests.writer.byte_sources import Dribble, file_stream, pipe_stream
@@ -666,7 +666,7 @@ def test_streaming_holds_a_few_chunks_only() -> None:
 def test_reading_a_checkpoint_does_not_import_torch(tmp_path: Path) -> None:
     torch.save(simple(), tmp_path / "model.pt")
     program = (
-        "import sys; from stream_pack.writer.torch_zip import TorchZipSource as S; "
+        "import sys; from stream_pack.writer.torch_save.zip import TorchZipSource as S; "
         "from stream_pack.writer.bytestream import ByteStream as B; "
         "assert len(S(B.open_path(sys.argv[1])).catalog) == 2; assert 'torch' not in sys.modules"
     )

@@ -18,9 +18,9 @@ from stream_pack.writer.overlap import overlap
 from stream_pack.writer.scatter import Scatter, SingleBuffer
 from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
 from stream_pack.writer.spool import SpoolFile
-from stream_pack.writer.torch_container import Container, Data, End
-from stream_pack.writer.torch_globals import Storage
-from stream_pack.writer.torch_tensors import catalog_tensors
+from stream_pack.writer.torch_save.container import Container, Data, End
+from stream_pack.writer.torch_save.globals import Storage
+from stream_pack.writer.torch_save.tensors import catalog_tensors
 
 __all__ = ["Step", "TorchSource"]
 

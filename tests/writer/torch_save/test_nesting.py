@@ -17,13 +17,13 @@ import torch
 
 import stream_pack
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
-from stream_pack.writer.nesting import Key
 from stream_pack.writer.open_source import list_keys, open_source
 from stream_pack.writer.source import Source
+from stream_pack.writer.torch_save.nesting import Key
 from tests.hostile.test_pickles import shared_twice, tensor, with_pickle
 from tests.support.torch_zips import as_torch_has_it, saved
 from tests.writer.source_suite import collect, options, requests_for
-from tests.writer.test_torch_legacy import legacy
+from tests.writer.torch_save.test_legacy import legacy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage")
 
@@ -395,7 +395,7 @@ def test_the_command_line_lists_keys_from_a_pipe_without_reading_tensors(tmp_pat
         ["net", "3", "48", "B", "dict"],
         ["net.a", "1", "40", "B", "dict"],
         ["net.b", "2", "8", "B", "list"],
-        ["args", "1", "4", "B", "tests.writer.test_nesting.Obj"],
+        ["args", "1", "4", "B", "tests.writer.torch_save.test_nesting.Obj"],
     ]
     as_json = subprocess.run([*command, "--json"], input=head, capture_output=True, check=True)
     assert json.loads(as_json.stdout)[2] == {
@@ -414,7 +414,7 @@ def test_a_source_that_nests_nothing_has_one_row(tmp_path: Path) -> None:
 def test_sharing_without_end_does_not_keep_the_list_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_pack.writer.outline.MAX_VISITED", 300_000)
+    monkeypatch.setattr("stream_pack.writer.torch_save.outline.MAX_VISITED", 300_000)
     big = b"](" + tensor() + b"]" * 100_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"h\1s" for k in range(2000))
     value = b"}" + text("big") + big + b"s" + shared
@@ -425,7 +425,7 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(
 def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_pack.writer.tensor_names.MAX_VISITED", 300_000)
+    monkeypatch.setattr("stream_pack.writer.torch_save.tensor_names.MAX_VISITED", 300_000)
     big = b"](" + tensor() + b"]" * 100_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"ctorch\nSize\nh\1\x85\x81s" for k in range(2000))
     with pytest.raises(UnsupportedCheckpointError, match="nests more than"):
@@ -454,7 +454,10 @@ def test_the_command_line_takes_keys(tmp_path: Path) -> None:
         assert stream_pack.load_file(target)["w"].tolist() == [expected]
     done = run("-", target, data=data)
     assert done.returncode == 3
-    assert b"tests.writer.test_nesting.Obj; leave them out with --ignore-unknown" in done.stderr
+    assert (
+        b"tests.writer.torch_save.test_nesting.Obj; leave them out with --ignore-unknown"
+        in done.stderr
+    )
     done = run("-", target, "--ignore-unknown", data=data)
     assert done.returncode == 3
     assert b"nested below 'net'" in done.stderr

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 from zlib import crc32
 
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.nesting import flattening
 from stream_pack.writer.spool import Spool, SpoolFile
-from stream_pack.writer.state_dict import Flatten
-from stream_pack.writer.torch_archive import TorchArchive, is_pickle
-from stream_pack.writer.torch_container import Data, End
-from stream_pack.writer.torch_source import Step, TorchSource
-from stream_pack.writer.zip_records import peek_name
+from stream_pack.writer.torch_save.archive import TorchArchive, is_pickle
+from stream_pack.writer.torch_save.container import Data, End
+from stream_pack.writer.torch_save.nesting import flattening
+from stream_pack.writer.torch_save.source import Step, TorchSource
+from stream_pack.writer.torch_save.state_dict import Flatten
+from stream_pack.writer.torch_save.zip_records import peek_name
 
 __all__ = ["TorchZipSource"]
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
-from stream_pack.writer.state_dict import holds_tensors, leaves, listed, shown
-from stream_pack.writer.torch_globals import Tensor, TypedStorage, Unpackable
-from stream_pack.writer.unpickler import Opaque
+from stream_pack.writer.torch_save.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.writer.torch_save.state_dict import holds_tensors, leaves, listed, shown
+from stream_pack.writer.torch_save.unpickler import Opaque
 
 __all__ = ["MAX_DEPTH", "Found"]
 
@@ -27,7 +27,7 @@ MAX_VISITED = 8_000_000
 class Found:
     """What is found below a value; ``refused`` and ``objects`` say where, for messages.
 
-    ``clean``: as for :func:`stream_pack.writer.state_dict.leaves`.
+    ``clean``: as for :func:`stream_pack.writer.torch_save.state_dict.leaves`.
     """
 
     def __init__(self, clean: set[int]) -> None:

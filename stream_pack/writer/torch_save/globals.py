@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from stream_pack.dtypes import BY_TORCH
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.limits import MAX_RANK
-from stream_pack.writer.torch_dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
-from stream_pack.writer.unpickler import Callee, Opaque, malformed
+from stream_pack.writer.torch_save.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
+from stream_pack.writer.torch_save.unpickler import Callee, Opaque, malformed
 
 __all__ = ["Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
 
@@ -84,7 +84,7 @@ class TorchObjects:
         self.unknown: dict[str, None] = {}
 
     def find_global(self, name: str) -> object:
-        """For :class:`~stream_pack.writer.unpickler.Unpickler`."""
+        """For :class:`~stream_pack.writer.torch_save.unpickler.Unpickler`."""
         for old, new in _MOVED.items():
             if name.startswith(old):
                 name = new + name.removeprefix(old)
@@ -102,7 +102,7 @@ class TorchObjects:
         return Opaque(name)
 
     def find_persistent(self, identifier: object) -> TypedStorage:
-        """For :class:`~stream_pack.writer.unpickler.Unpickler`."""
+        """For :class:`~stream_pack.writer.torch_save.unpickler.Unpickler`."""
         if type(identifier) is tuple and identifier[:1] == ("module",):
             raise UnsupportedCheckpointError(_WHOLE_MODULE)
         if (

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.report import human_nbytes
-from stream_pack.writer.nesting import WHOLE, choose
-from stream_pack.writer.state_dict import leaves, shown
-from stream_pack.writer.torch_globals import Storage, Tensor, TypedStorage
-from stream_pack.writer.unpickler import Opaque
+from stream_pack.writer.torch_save.globals import Storage, Tensor, TypedStorage
+from stream_pack.writer.torch_save.nesting import WHOLE, choose
+from stream_pack.writer.torch_save.state_dict import leaves, shown
+from stream_pack.writer.torch_save.unpickler import Opaque
 
 __all__ = ["Nested", "outline", "outline_text"]
 

@@ -9,7 +9,7 @@ Source: torch/distributed/tensor/_api.py, _dtensor_spec.py and placement_types.p
 
 from __future__ import annotations
 
-from stream_pack.writer.unpickler import Opaque
+from stream_pack.writer.torch_save.unpickler import Opaque
 
 __all__ = ["DTENSOR_NAMES", "is_dtensor", "local_tensor"]
 

@@ -9,8 +9,8 @@ from stream_pack.catalog import Catalog, CatalogBuilder
 from stream_pack.dtypes import DTYPES
 from stream_pack.errors import TruncatedSourceError
 from stream_pack.writer.geometry import Recipe, recipe
-from stream_pack.writer.state_dict import StateDict
-from stream_pack.writer.torch_globals import Storage
+from stream_pack.writer.torch_save.globals import Storage
+from stream_pack.writer.torch_save.state_dict import StateDict
 
 __all__ = ["TorchTensors", "catalog_tensors"]
 

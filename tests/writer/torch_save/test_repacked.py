@@ -22,7 +22,7 @@ from stream_pack.errors import (
 )
 from stream_pack.writer.source import Source
 from stream_pack.writer.spool import Spool
-from stream_pack.writer.torch_zip import TorchZipSource
+from stream_pack.writer.torch_save.zip import TorchZipSource
 from tests.support.torch_zips import as_torch_has_it, records, repacked, saved
 from tests.support.zips import Member, archive
 from tests.writer.byte_sources import file_stream, pipe_stream
@@ -34,7 +34,7 @@ from tests.writer.source_suite import (
     options,
     requests_for,
 )
-from tests.writer.test_torch_zip import expected_of
+from tests.writer.torch_save.test_zip import expected_of
 
 MIB = 1 << 20
 

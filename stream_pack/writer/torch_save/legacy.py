@@ -13,12 +13,12 @@ from collections.abc import Generator, Iterator
 
 from stream_pack.errors import SourceError, UnsupportedCheckpointError
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.nesting import flattening
-from stream_pack.writer.state_dict import Flatten, StateDict
-from stream_pack.writer.torch_container import Data, End, Event
-from stream_pack.writer.torch_globals import Storage, TorchObjects
-from stream_pack.writer.torch_source import TorchSource
-from stream_pack.writer.unpickler import Unpickler, malformed
+from stream_pack.writer.torch_save.container import Data, End, Event
+from stream_pack.writer.torch_save.globals import Storage, TorchObjects
+from stream_pack.writer.torch_save.nesting import flattening
+from stream_pack.writer.torch_save.source import TorchSource
+from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
+from stream_pack.writer.torch_save.unpickler import Unpickler, malformed
 
 __all__ = ["LegacyTorchSource"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.zip_records import (
+from stream_pack.writer.torch_save.zip_records import (
     read_descriptor,
     read_directory,
     read_local_header,

@@ -22,7 +22,7 @@ from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.open_source import open_source
 from stream_pack.writer.source import Source
 from stream_pack.writer.spool import Spool
-from stream_pack.writer.torch_legacy import LegacyTorchSource
+from stream_pack.writer.torch_save.legacy import LegacyTorchSource
 from tests.support.torch_zips import as_torch_has_it
 from tests.writer.byte_sources import file_stream, pipe_stream
 from tests.writer.source_suite import (
@@ -33,7 +33,7 @@ from tests.writer.source_suite import (
     options,
     requests_for,
 )
-from tests.writer.test_torch_zip import expected_of, random_bits
+from tests.writer.torch_save.test_zip import expected_of, random_bits
 
 MAGIC = 0x1950A86A20F9469CFC6C
 FLOAT8 = [

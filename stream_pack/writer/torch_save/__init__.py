@@ -1,0 +1,1 @@
+"""Checkpoints of ``torch.save``, in both of its formats, read without torch."""
