@@ -148,8 +148,8 @@ class ChecksumError(StreamPackError, ValueError):
 
     Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual``
     (the XXH3-64 values), ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a
-    block also ``tensors`` (names of tensors that use it, 100 at most), ``tensor_count`` (how many
-    do), ``buffer`` and ``block`` (its number in the buffer).
+    block also ``tensor_count`` (how many tensors use it), ``tensors`` (their names; of an open pack
+    100 at most), ``buffer`` and ``block`` (its number in the buffer).
     """
 
     part: str

@@ -20,7 +20,7 @@ from stream_pack.flatbuf import root_table
 from stream_pack.index import Index
 from stream_pack.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK, MAX_TENSORS
 
-__all__ = ["GraphValues", "decode", "encode", "expected_values"]
+__all__ = ["GraphValues", "constant_ids", "decode", "encode", "expected_values"]
 
 IDENTIFIER = b"MP00"
 INVALID = 0
@@ -199,25 +199,44 @@ _NUMPY_FIELDS: dict[int, tuple[str, np.dtype[np.integer]]] = {
 }
 _DIMS_SLOT = 2
 _KNOWN_SLOTS = 6
+_WHAT = "the graph"
 MAX_VTABLES = 1024
 """Distinct vtables of values: a writer has one for each choice of fields, and there are six fields."""
 
 
-def decode(data: memoryview) -> GraphValues:
-    """The constants of the MPSGraph in ``data``, whoever wrote it; no region bound is checked.
+def constant_ids(data: memoryview) -> NDArray[np.int32]:
+    """The numbers that an MPSGraph gives its constants among its values, in place.
 
-    Vectorised: about a second a million values.
-    Raises: FormatError when an offset leads out of ``data``, or an id out of the values.
+    Raises: as :func:`decode`.
     """
-    what = "the graph"
-    root = root_table(data, IDENTIFIER, what)
+    return _ids_and_values(data)[0]
+
+
+def _ids_and_values(data: memoryview) -> tuple[NDArray[np.int32], int]:
+    """The constant ids, and where the offsets of the values stand."""
+    root = root_table(data, IDENTIFIER, _WHAT)
     ids = root.vector(_CONSTANT_IDS, np.int32)
     where = root.vector_position(_MPS_VALUES, 4)
     first, count = where if where is not None else (0, 0)
     if len(ids) > count or (len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count)):
         raise FormatError(
-            f"{what} is broken: {len(ids)} constant ids from {int(ids.min())} to {int(ids.max())} for {count} values"
+            f"{_WHAT} is broken: {len(ids)} constant ids from {int(ids.min())} to {int(ids.max())} for {count} values"
         )
+    return ids, first
+
+
+def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
+    """The constants of the MPSGraph in ``data``, whoever wrote it; no region bound is checked.
+
+    ``most``: how many of them to decode, from the first on; by default all.  A graph may list far more than its reader
+    wants, and 20 times its bytes are needed to decode them.
+
+    Vectorised: about a second a million values.
+    Raises: FormatError when an offset leads out of ``data``, or an id out of the values.
+    """
+    what = _WHAT
+    ids, first = _ids_and_values(data)
+    ids = ids[:most]
     raw = np.frombuffer(data, np.uint8)
     fields = first + 4 * ids.astype(np.int64)
     positions = fields + _gather(raw, fields, np.dtype("<u4"), what)

@@ -553,7 +553,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(
 ) -> None:
     # Both outputs are longer than a pipe is.
     source = tmp_path / "source.pack"
-    stream_pack.save_file({f"{'layers.' * 200}{k}": torch.ones(256) for k in range(200)}, source)
+    stream_pack.save_file({f"{'layers.' * 16}{k}": torch.ones(256) for k in range(1000)}, source)
     argv: list[str | Path] = [*COMMAND, command, source, *(["-"] if command == "convert" else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with subprocess.Popen(
@@ -693,7 +693,31 @@ def test_the_json_of_inspect_accounts_for_every_byte(
         assert f"torch.{row['dtype']}" == str(tensor.dtype)
         stored = content[row["file_offset"] :][: row["nbytes"]]
         assert stored == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
-    assert (rows["w"]["shared_with"], rows["tied"]["shared_with"]) == ("tied", "w")
+    numbers = {name: number for number, name in enumerate(rows)}
+    assert rows["w"]["shared_with"] == numbers["tied"]
+    assert rows["tied"]["shared_with"] == numbers["w"]
+    assert rows["w"]["buffer"] == rows["tied"]["buffer"]
+
+
+@pytest.mark.parametrize("json_", [[], ["--json"]])
+def test_a_text_waits_for_a_stdout_that_does_not_block(tmp_path: Path, json_: list[str]) -> None:
+    path = tmp_path / "p"
+    stream_pack.save_file({f"tensor{n}": np.ones(1) for n in range(4000)}, path)
+    receiving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, 4096)  # a small part of what is to come
+    with subprocess.Popen(
+        [*COMMAND, "inspect", *json_, path], stdout=sending, stderr=subprocess.PIPE
+    ) as process:
+        os.close(sending)
+        with open(receiving, "rb") as file:
+            text = file.read()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert text == run("inspect", *json_, path).stdout
+    assert len(text) > 100_000
 
 
 def test_verify_finds_a_good_pack_good(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:

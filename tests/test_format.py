@@ -123,6 +123,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "dtypes": "256",
         "graph, index": "below 2³¹ bytes each",
         "R, bytes in front of the region": "2³³",
+        "locator, footer": "4096 bytes each",
         "block": "2¹² to 2³⁰ bytes",
         "alignment": "16 to 2³⁰ bytes",
     }
@@ -131,6 +132,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert limits.MAX_RANK == 64
     assert limits.MAX_HEAD_NBYTES == 2**33
     assert limits.MAX_FLATBUFFER_NBYTES == 2**31 - 1
+    assert limits.MAX_RECORD_NBYTES == 4096
     assert (limits.MIN_BLOCK_NBYTES, limits.MAX_BLOCK_NBYTES) == (2**12, 2**30)
 
 

@@ -184,6 +184,23 @@ def test_a_vtable_for_every_value_is_refused() -> None:
         graph.decode(memoryview(words.tobytes()))
 
 
+def test_constants_that_nobody_asked_for_are_not_decoded() -> None:
+    index = index_of(("float32", (2, 3)), ("int64", ()), ("bool", (0, 7)))
+    data = bytearray(graph.encode(index))
+    whole = graph.decode(memoryview(data))
+    field = struct.unpack_from("<I", data)[0] + 12  # of the root table: mps_values
+    values = field + struct.unpack_from("<I", data, field)[0]
+    assert struct.unpack_from("<I", data, values) == (3,)
+    struct.pack_into("<I", data, values + 4 + 2 * 4, 2**31)  # the third leads out of the graph
+    with pytest.raises(FormatError, match="leads out"):
+        graph.decode(memoryview(data))
+    found = graph.decode(memoryview(data), most=2)
+    assert found.ids.tolist() == [0, 1]
+    assert found.nbytes.tolist() == whole.nbytes[:2].tolist() == [24, 8]
+    assert found.dims.tolist() == [2, 3]
+    assert graph.constant_ids(memoryview(data)).tolist() == [0, 1, 2]
+
+
 def test_a_graph_past_2_gib_is_refused_before_it_is_built() -> None:
     # A stand-in for 40 million tensors: only its length is looked at before the limit is.
     class Many:

@@ -14,7 +14,7 @@ from stream_pack.errors import LimitError
 
 if TYPE_CHECKING:
     from stream_pack.align import Alignment
-    from stream_pack.writer.nesting import Key
+    from stream_pack.writer.torch_save.nesting import Key
 
 __all__ = ["convert", "inspect", "verify"]
 
@@ -108,8 +108,8 @@ def _list_keys(source: str | int, arguments: Arguments, standard: Standard) -> i
     from dataclasses import asdict
 
     from stream_pack.writer.open_source import list_keys
-    from stream_pack.writer.outline import outline_text
     from stream_pack.writer.spool import Spool
+    from stream_pack.writer.torch_save.outline import outline_text
 
     spool = None if arguments.spool_dir is None else Spool(arguments.spool_dir)
     rows = list_keys(source, spool=spool)

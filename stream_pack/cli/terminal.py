@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from stream_pack.cli.exits import UsageError
+from stream_pack.descriptor import write_some
 
 __all__ = ["Standard", "complain", "note", "printable", "say"]
 
@@ -58,7 +59,7 @@ class Standard:
         # Not through sys.stdout: unbuffered (python -u), it drops what a single write does not take.
         data = memoryview(f"{text}\n".encode(encoding, "backslashreplace"))
         while data:
-            data = data[os.write(_STDOUT, data) :]
+            data = data[write_some(_STDOUT, [data]) :]
 
     def width(self) -> int | None:
         """Columns of the terminal that stdout is; None, where it is none and lines may have any length."""

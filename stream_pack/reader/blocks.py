@@ -11,11 +11,17 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import ChecksumError
 from stream_pack.head import Head, root_checksum
-from stream_pack.index import Index
+from stream_pack.index import NO_BUFFER, Index
 from stream_pack.reader.mapping import Mapping
 from stream_pack.records import Footer
 
-__all__ = ["BlockCheck", "block_checksums", "block_error", "check_root", "users_of"]
+__all__ = ["BlockCheck", "Users", "block_checksums", "block_error", "check_root"]
+
+MAX_NAMED = 100
+"""Names that an error about a block lists: all of a tied tensor's would make a report grow with names times blocks."""
+
+_STRIDE = 1024
+"""Tensors that are looked at in one go: few against a pack's million, and their number against 1."""
 
 
 def block_checksums(mapping: Mapping, head: Head) -> NDArray[np.uint64]:
@@ -76,24 +82,48 @@ def wrong_blocks(
     return wrong
 
 
-def users_of(index: Index, buffer: int, begin: int, end: int) -> tuple[str, ...]:
-    """Names of all tensors that have bytes within offsets ``[begin, end)``, which lie in ``buffer``."""
-    rows = np.flatnonzero(index.tensor_buffers == buffer)
-    starts = index.offsets[rows]
-    rows = rows[(starts < end) & (starts + index.tensor_nbytes[rows] > begin)]
-    return tuple(index.name(row) for row in rows.tolist())
+class Users:
+    """Whose bytes are where: sorted once, for as many questions as there are damaged blocks."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)
+        self._rows = held[np.argsort(index.offsets[held], kind="stable")]
+        self._begins = index.offsets[self._rows]
+        self._ends = self._begins + index.tensor_nbytes[self._rows]
+        self._sorted_ends = np.sort(self._ends)
+        self._named: tuple[list[int], tuple[str, ...]] = ([], ())
+        self._last_ends = np.maximum.reduceat(self._ends, np.arange(0, len(self._ends), _STRIDE))
+
+    def of(self, begin: int, end: int) -> tuple[tuple[str, ...], int]:
+        """Names of tensors that have bytes within offsets ``[begin, end)``, MAX_NAMED at most, and how many do."""
+        stop = int(np.searchsorted(self._begins, end))
+        # Whoever ends before the range also begins before its end.
+        count = stop - int(np.searchsorted(self._sorted_ends, begin, side="right"))
+        found: list[int] = []
+        for stride in np.flatnonzero(self._last_ends[: -(-stop // _STRIDE)] > begin).tolist():
+            first = stride * _STRIDE
+            inside = self._ends[first : min(first + _STRIDE, stop)] > begin
+            found += self._rows[first + np.flatnonzero(inside)].tolist()
+            if len(found) >= MAX_NAMED:
+                break
+        rows = sorted(found[:MAX_NAMED])
+        if rows != self._named[0]:
+            # Blocks of one tensor share the tuple: there may be a million of them.
+            self._named = rows, tuple(map(self._index.name, rows))
+        return self._named[1], count
 
 
-def block_error(head: Head, block: int, *, expected: int, actual: int) -> ChecksumError:
+def block_error(
+    head: Head, users: Users, block: int, *, expected: int, actual: int
+) -> ChecksumError:
     """The error that says which bytes differ, and whose they are."""
     index = head.index
     (buffer, begin, end) = next(places(index, block, block + 1))
-    tensors = users_of(index, buffer, begin, end)
+    tensors, count = users.of(begin, end)
     within = block - int(index.block_ends[buffer] - index.block_counts[buffer])
     file_begin, file_end = head.region_file_offset + begin, head.region_file_offset + end
-    named = ", ".join(map(repr, tensors[:3])) + (
-        f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
-    )
+    named = ", ".join(map(repr, tensors[:3])) + (f" and {count - 3} more" if count > 3 else "")
     return ChecksumError(
         f"tensor {named}: block {within} of buffer {buffer} (bytes {file_begin} to {file_end} of the pack) is damaged: "
         f"its checksum is {actual:016x}, expected {expected:016x}",
@@ -103,6 +133,7 @@ def block_error(head: Head, block: int, *, expected: int, actual: int) -> Checks
         file_begin=file_begin,
         file_end=file_end,
         tensors=tensors,
+        tensor_count=count,
         buffer=buffer,
         block=within,
     )
@@ -134,6 +165,10 @@ class BlockCheck:
                     mapping, self._head, self._checksums, block, block + 1
                 ):
                     raise block_error(
-                        self._head, number, expected=int(self._checksums[number]), actual=actual
+                        self._head,
+                        Users(index),
+                        number,
+                        expected=int(self._checksums[number]),
+                        actual=actual,
                     )
                 self._proved[block] = True

@@ -16,12 +16,18 @@ from stream_pack.report import human_nbytes
 __all__ = ["Description", "Part", "Row", "describe"]
 
 
+MAX_CELL = 120
+"""Characters of a name, or any other cell, in a table: one long name would widen every row."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One tensor.
 
-    ``shared_with`` names a tensor that has exactly the same bytes, ``inside`` one whose bytes contain these; both
-    None for most. ``page_aligned``: it starts at a multiple of 16,384, so that it can be an MTLBuffer of its own.
+    ``buffer`` numbers what holds its bytes: None for a tensor of none.  ``shared_with`` is the number (in the pack's
+    order, from 0) of a tensor that has exactly the same bytes, ``inside`` that of one whose bytes contain these; both
+    None for most.  Not their names: a long one would come again with each of many.  ``page_aligned``: it starts at a
+    multiple of 16,384, so that it can be an MTLBuffer of its own.
 
     Units: bytes; ``file_offset`` counts from the pack's first byte.
     """
@@ -31,24 +37,11 @@ class Row:
     shape: tuple[int, ...]
     nbytes: int
     file_offset: int
-    shared_with: str | None
-    inside: str | None
+    buffer: int | None
+    shared_with: int | None
+    inside: int | None
     page_aligned: bool
     fault: str | None
-
-    @property
-    def flags(self) -> str:
-        """All that is special about it, in words."""
-        words = []
-        if self.shared_with is not None:
-            words.append(f"tied with {printable(self.shared_with)}")
-        if self.inside is not None:
-            words.append(f"in {printable(self.inside)}")
-        if self.page_aligned:
-            words.append("page")
-        if self.fault is not None:
-            words.append(f"FAULT: {self.fault}")
-        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +82,7 @@ class Description:
         }
 
     def to_text(self, width: int | None = None) -> str:
-        """Tables for a person; names are cut to fit ``width`` columns, or not at all."""
+        """Tables for a person; names are cut to fit ``width`` columns, and to 120 characters in any case."""
         return "\n".join(_lines(self, width))
 
 
@@ -112,19 +105,19 @@ def describe(pack: Pack) -> Description:
 
 
 def _rows(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[Row]:
-    names = [index.name(tensor) for tensor in range(len(index))]
-    whole, same = _sharing(index)
-    columns = (index.offsets, index.tensor_nbytes)
-    for tensor, (offset, nbytes) in enumerate(zip(*(column.tolist() for column in columns))):
-        host, twin = whole.get(tensor), same.get(tensor)
+    inside, same = _sharing(index)
+    columns = (index.offsets, index.tensor_nbytes, index.tensor_buffers)
+    rows = zip(*(column.tolist() for column in columns))
+    for tensor, (offset, nbytes, buffer) in enumerate(rows):
         yield Row(
-            name=names[tensor],
+            name=index.name(tensor),
             dtype=index.dtype_name(tensor),
             shape=index.shape(tensor),
             nbytes=nbytes,
             file_offset=region_file_offset + offset,
-            shared_with=None if twin is None else names[twin],
-            inside=None if host is None else names[host],
+            buffer=None if buffer == NO_BUFFER else buffer,
+            shared_with=same.get(tensor),
+            inside=inside.get(tensor),
             page_aligned=nbytes > 0 and (region_file_offset + offset) % PAGE_NBYTES == 0,
             fault=faults.get(tensor),
         )
@@ -184,15 +177,33 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def _cell(text: str) -> str:
+    return _fit(printable(text[: MAX_CELL + 1]), MAX_CELL)
+
+
+def _flags(row: Row, rows: Sequence[Row]) -> str:
+    """All that is special about a tensor, in words."""
+    words = []
+    if row.shared_with is not None:
+        words.append(f"tied with {_cell(rows[row.shared_with].name)}")
+    if row.inside is not None:
+        words.append(f"in {_cell(rows[row.inside].name)}")
+    if row.page_aligned:
+        words.append("page")
+    if row.fault is not None:
+        words.append(f"FAULT: {row.fault}")
+    return ", ".join(words)
+
+
 def _lines(description: Description, width: int | None) -> Iterator[str]:
     rows = [
         (
-            printable(row.name),
-            printable(row.dtype),
-            f"[{', '.join(map(str, row.shape))}]",
+            _cell(row.name),
+            _cell(row.dtype),
+            _cell(f"[{', '.join(map(str, row.shape))}]"),
             str(row.nbytes),
             str(row.file_offset),
-            row.flags,
+            _flags(row, description.rows),
         )
         for row in description.rows
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import FormatError, MappingInUse, StateError
+from stream_pack.errors import FormatError, MappingInUse
+from stream_pack.head import Head
 from stream_pack.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.mapping import Mapping
@@ -27,11 +29,13 @@ __all__ = ["Contents", "Lender"]
 class Contents:
     """What an open file holds: an index, and the region it speaks of.
 
-    ``faults`` says of a tensor why its bytes are not the tensor that its dtype and shape promise; no pack has any.
+    ``head`` is None for a raw payload, which has no index of its own.  ``faults`` says of a tensor why its bytes are
+    not the tensor that its dtype and shape promise; no pack has any.
 
     Units: bytes; ``region_file_offset`` counts from the pack's first byte.
     """
 
+    head: Head | None
     index: Index
     region_file_offset: int
     region_nbytes: int
@@ -39,16 +43,25 @@ class Contents:
     faults: dict[int, str]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Open:
+    """All that goes when a pack is closed: looked up once a call, because another thread may close it meanwhile."""
+
+    mapping: Mapping
+    contents: Contents
+    check: BlockCheck | None
+
+
 class Lender:
     """The memory of one open pack.
 
     Lifetime: what is lent keeps the memory by itself.  :meth:`release` only forgets; :meth:`close` unmaps, or refuses.
+    Raises (what lends): StateError once closed, also by another thread.
     """
 
     def __init__(self, mapping: Mapping, contents: Contents, check: BlockCheck | None) -> None:
-        self.path = mapping.file.path
-        self._state: tuple[Mapping, Contents] | None = (mapping, contents)
-        self._check = check
+        self._file = mapping.file
+        self._state: _Open | None = _Open(mapping, contents, check)
         self._storages = Storages()
         # Arrays that were lent, by id, which is theirs alone while they live, and the tensors they were lent for: one
         # number, or a set of several.  As few objects as can be: there may be a hundred thousand entries.
@@ -60,8 +73,16 @@ class Lender:
             users.pop(ref.key, None)
 
         self._lent, self._users, self._forget = lent, users, forget
-        # The array that each torch storage is over, by buffer.
-        self._storage_arrays: dict[int, int] = {}
+        # The array that each torch storage was made over, and the tensors it was lent for, by buffer.  The storage may
+        # outlive the array: torch.multiprocessing moves what it sends into memory of its own.
+        self._storage_arrays: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
+        self._storage_users: dict[int, int | set[int]] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def path(self) -> str:
+        """The file, as an absolute path."""
+        return self._file.path
 
     @property
     def closed(self) -> bool:
@@ -71,30 +92,34 @@ class Lender:
     @property
     def mapping(self) -> Mapping:
         """The memory.  Raises: StateError once closed."""
-        return self._open()[0]
+        return self._open().mapping
 
     @property
     def contents(self) -> Contents:
         """What is in it.  Raises: StateError once closed."""
-        return self._open()[1]
+        return self._open().contents
 
-    def _open(self) -> tuple[Mapping, Contents]:
-        if self._state is None:
-            raise StateError(f"{self.path} is closed: open it again")
-        return self._state
+    def _open(self) -> _Open:
+        state = self._state
+        if state is None:
+            raise self._file.closed_error()
+        return state
 
     def array(self, tensor: int, start: int, nbytes: int, *, writable: bool) -> NDArray[np.uint8]:
         """Bytes ``[start, start + nbytes)`` of a tensor, in place; read-only, or copy-on-write.
 
         Raises: StateError, ChecksumError.
         """
-        mapping, contents = self._open()
+        state = self._open()
         if nbytes == 0:
             empty = np.empty(0, np.uint8)
             empty.flags.writeable = writable
             return empty
-        self._prove(tensor, start, nbytes)
-        file_offset = contents.region_file_offset + contents.index.offset(tensor) + start
+        _prove(state, tensor, start, nbytes)
+        file_offset = (
+            state.contents.region_file_offset + state.contents.index.offset(tensor) + start
+        )
+        mapping = state.mapping
         array = (mapping.writable_array if writable else mapping.array)(file_offset, nbytes)
         self._track(array, tensor)
         return array
@@ -104,7 +129,7 @@ class Lender:
 
         ``tensors``: whose bytes :meth:`close` shall say these are.  Raises: StateError, TruncatedError.
         """
-        mapping, _ = self._open()
+        mapping = self.mapping
         mapping.file.check_available()
         array = mapping.array(file_offset, nbytes)
         self._track(array, set(tensors))
@@ -116,25 +141,25 @@ class Lender:
         Only ``nbytes`` bytes from there on are proved, and at least one is asked for.  Raises: StateError,
         ChecksumError.
         """
-        mapping, contents = self._open()
-        self._prove(tensor, start, nbytes)
-        index = contents.index
+        state = self._open()
+        _prove(state, tensor, start, nbytes)
+        index = state.contents.index
         buffer = int(index.tensor_buffers[tensor])
-        file_offset = contents.region_file_offset + int(index.buffer_offsets[buffer])
+        file_offset = state.contents.region_file_offset + int(index.buffer_offsets[buffer])
 
         def make() -> NDArray[np.uint8]:
-            array = mapping.writable_array(file_offset, int(index.buffer_nbytes[buffer]))
-            self._track(array, tensor)
-            self._storage_arrays[buffer] = id(array)
+            array = state.mapping.writable_array(file_offset, int(index.buffer_nbytes[buffer]))
+            self._storage_arrays[buffer] = weakref.ref(array)
+            self._storage_users[buffer] = tensor
             return array
 
-        storage = self._storages.of(buffer, make)
-        key = self._storage_arrays[buffer]
-        users = self._users[key]
-        if isinstance(users, set):
-            users.add(tensor)
-        elif users != tensor:
-            self._users[key] = {users, tensor}
+        with self._lock:
+            storage = self._storages.of(buffer, make)
+            users = self._storage_users[buffer]
+            if isinstance(users, set):
+                users.add(tensor)
+            elif users != tensor:
+                self._storage_users[buffer] = {users, tensor}
         return storage, int(index.tensor_starts[tensor]) + start
 
     def fault(self, tensor: int, name: str) -> None:
@@ -144,14 +169,6 @@ class Lender:
             raise FormatError(
                 f"{self.path}: tensor {name!r} {fault}; .raw() gives its bytes as they are"
             )
-
-    def _prove(self, tensor: int, start: int, nbytes: int) -> None:
-        mapping, contents = self._open()
-        buffer = int(contents.index.tensor_buffers[tensor])
-        if self._check is not None and buffer != NO_BUFFER:
-            begin = int(contents.index.tensor_starts[tensor]) + start
-            with naming(mapping.file):
-                self._check.check(mapping, buffer, begin, begin + nbytes)
 
     def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
         key = id(array)
@@ -163,13 +180,13 @@ class Lender:
 
         Raises: MappingInUse, and closes nothing, when something that was lent lives.
         """
-        if self._state is None:
+        state = self._state
+        if state is None:
             return
-        mapping, contents = self._state
-        held = [self._users[key] for key, ref in list(self._lent.items()) if ref() is not None]
+        held = self._held()
         if held:
             tensors = set().union(*(users if isinstance(users, set) else {users} for users in held))
-            names = tuple(contents.index.name(tensor) for tensor in sorted(tensors))
+            names = tuple(state.contents.index.name(tensor) for tensor in sorted(tensors))
             shown = ", ".join(map(repr, names[:5])) + (
                 f" and {len(names) - 5} more" if len(names) > 5 else ""
             )
@@ -178,11 +195,32 @@ class Lender:
                 "the with block without close(): then the memory goes with the last of them",
                 tensors=names,
             )
-        mapping.close()
-        self._state = self._check = None
+        state.mapping.close()
+        self._state = None
 
     def release(self) -> None:
         """Lend no more; the memory goes with the last of what was lent."""
-        if self._state is not None:
-            self._state[0].release()
-            self._state = self._check = None
+        state, self._state = self._state, None
+        if state is not None:
+            state.mapping.release()
+
+    def _held(self) -> list[int | set[int]]:
+        """The tensors whose memory somebody holds, as often as it was lent."""
+        with self._lock:
+            return [
+                *self._users.values(),
+                *(
+                    self._storage_users[buffer]
+                    for buffer, array in self._storage_arrays.items()
+                    if array() is not None
+                ),
+            ]
+
+
+def _prove(state: _Open, tensor: int, start: int, nbytes: int) -> None:
+    index = state.contents.index
+    buffer = int(index.tensor_buffers[tensor])
+    if state.check is not None and buffer != NO_BUFFER:
+        begin = int(index.tensor_starts[tensor]) + start
+        with naming(state.mapping.file):
+            state.check.check(state.mapping, buffer, begin, begin + nbytes)

@@ -14,11 +14,13 @@ import stat
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import MappingInUse, TruncatedError
+from stream_pack.errors import MappingInUse, StateError, TruncatedError
 
 __all__ = ["FileRange", "Mapping", "map_shared"]
 
@@ -31,7 +33,8 @@ class FileRange:
     of one file from another.
 
     Units: bytes; ``offset`` counts from the file's first byte.
-    Raises: OSError, also for anything that is no regular file, because only those can be mapped.
+    Raises: OSError, also for anything that is no regular file, because only those can be mapped; every method, once
+    closed, StateError, also when another thread closes it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
@@ -39,9 +42,11 @@ class FileRange:
         self.path = os.path.abspath(self.name)
         self.offset = offset
         # Not blocking: opening a FIFO would wait for its writer.
-        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._close = weakref.finalize(self, os.close, self.fd)
-        status = os.fstat(self.fd)  # of what was opened, whatever stands at the path by now
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        # Reentrant, as all locks here: a finalizer that closes the pack may run wherever memory is allocated.
+        self._lock = threading.RLock()
+        status = os.fstat(self._fd)  # of what was opened, whatever stands at the path by now
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(status.st_mode):
@@ -57,7 +62,8 @@ class FileRange:
         parts = []
         nbytes = min(nbytes, self.available - file_offset)
         while nbytes > 0:
-            part = os.pread(self.fd, nbytes, self.offset + file_offset)
+            with self.descriptor() as fd:
+                part = os.pread(fd, nbytes, self.offset + file_offset)
             if not part:
                 break
             parts.append(part)
@@ -71,7 +77,8 @@ class FileRange:
         Raises: TruncatedError.
         """
         end = self.offset + self.available
-        actual = os.fstat(self.fd).st_size
+        with self.descriptor() as fd:
+            actual = os.fstat(fd).st_size
         if actual < end:
             raise TruncatedError(
                 f"{self.path} was made shorter while it was open: expected {end} bytes, found {actual}; replace a pack "
@@ -80,9 +87,22 @@ class FileRange:
                 actual_nbytes=actual,
             )
 
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """The descriptor, which stays open meanwhile: a closed one's number may be another file's."""
+        with self._lock:
+            if not self._close.alive:
+                raise self.closed_error()
+            yield self._fd
+
+    def closed_error(self) -> StateError:
+        """The error of using it once it is closed."""
+        return StateError(f"{self.path} is closed: open it again")
+
     def close(self) -> None:
         """Close the descriptor; mappings stay."""
-        self._close()
+        with self._lock:
+            self._close()
 
 
 def map_shared(file: FileRange, nbytes: int) -> NDArray[np.uint8]:
@@ -100,6 +120,7 @@ class Mapping:
     Copies: none.
     Lifetime: every array handed out keeps its map open; :meth:`release` leaves them be, :meth:`close` refuses while
     there are any.
+    Raises: StateError once closed or released, also by another thread.
     """
 
     def __init__(self, file: FileRange, nbytes: int) -> None:
@@ -108,13 +129,14 @@ class Mapping:
         self._shared: tuple[mmap.mmap, int] | None = _map(file, 0, nbytes, private=False)
         self._private: tuple[mmap.mmap, int] | None = None
         self._private_refused = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, read-only."""
-        assert self._shared is not None
-        mapped, delta = self._shared
-        return _array(mapped, delta + file_offset, nbytes)
+        shared = self._shared
+        if shared is None:
+            raise self.file.closed_error()
+        return self._array(shared, file_offset, nbytes)
 
     def writable_array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, copy-on-write."""
@@ -127,31 +149,43 @@ class Mapping:
                         raise
                     self._private_refused = True
             if self._private is not None:
-                mapped, delta = self._private
-                return _array(mapped, delta + file_offset, nbytes)
+                return self._array(self._private, file_offset, nbytes)
         # The system promises no private copy of so much: then of just what is needed.
         return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
 
+    def _array(
+        self, map_: tuple[mmap.mmap, int], file_offset: int, nbytes: int
+    ) -> NDArray[np.uint8]:
+        mapped, delta = map_
+        try:
+            return _array(mapped, delta + file_offset, nbytes)
+        except ValueError:
+            if mapped.closed:  # by another thread, since it was looked up
+                raise self.file.closed_error() from None
+            raise
+
     def release(self) -> None:
         """Let go of the maps: each goes at once, or with the last array of it."""
-        self._shared = self._private = None
-        self.file.close()
+        with self._lock:
+            self._shared = self._private = None
+            self.file.close()
 
     def close(self) -> None:
         """Unmap now.
 
         Raises: MappingInUse, and closes nothing of the map in use, when arrays of it live.
         """
-        try:
-            if self._private is not None:
-                self._private[0].close()
-                self._private = None
-            if self._shared is not None:
-                self._shared[0].close()
-        except BufferError:
-            raise MappingInUse(
-                f"{self.file.path} is still in use: an array of its memory lives", tensors=()
-            ) from None
+        with self._lock:
+            try:
+                if self._private is not None:
+                    self._private[0].close()
+                    self._private = None
+                if self._shared is not None:
+                    self._shared[0].close()
+            except BufferError:
+                raise MappingInUse(
+                    f"{self.file.path} is still in use: an array of its memory lives", tensors=()
+                ) from None
         self.release()
 
 
@@ -166,13 +200,12 @@ def _map(file: FileRange, file_offset: int, nbytes: int, *, private: bool) -> tu
     delta = begin % mmap.ALLOCATIONGRANULARITY
     flags = mmap.MAP_PRIVATE | _map_noreserve() if private else mmap.MAP_SHARED
     prot = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
-    if sys.version_info >= (3, 13):
-        # A map needs no descriptor of its own, and there may be a map for every buffer.
-        mapped = mmap.mmap(
-            file.fd, delta + nbytes, flags, prot, offset=begin - delta, trackfd=False
-        )
-    else:
-        mapped = mmap.mmap(file.fd, delta + nbytes, flags, prot, offset=begin - delta)
+    with file.descriptor() as fd:
+        if sys.version_info >= (3, 13):
+            # A map needs no descriptor of its own, and there may be a map for every buffer.
+            mapped = mmap.mmap(fd, delta + nbytes, flags, prot, offset=begin - delta, trackfd=False)
+        else:
+            mapped = mmap.mmap(fd, delta + nbytes, flags, prot, offset=begin - delta)
     return mapped, delta
 
 

@@ -14,6 +14,7 @@ from stream_pack.errors import (
     FormatError,
     NotAPackError,
     RawPayloadError,
+    StateError,
     StreamPackError,
     TrailingBytesError,
     TruncatedError,
@@ -21,13 +22,10 @@ from stream_pack.errors import (
 from stream_pack.head import Head, check_region
 from stream_pack.header import HEADER_NBYTES, Header
 from stream_pack.reader.mapping import FileRange, map_shared
-from stream_pack.records import FOOTER_NBYTES, Footer, Locator
+from stream_pack.records import Footer, Locator
 from stream_pack.sniff import CHECKPOINTS, SNIFF_NBYTES, Kind, describe_start, sniff
 
 __all__ = ["check_footer", "check_length", "naming", "read_head", "read_header"]
-
-MAX_RECORD_NBYTES = 4096
-"""Much more than version 1 needs: no later version of the footer will be longer."""
 
 
 def read_header(file: FileRange) -> Header:
@@ -92,8 +90,6 @@ def check_footer(file: FileRange, head: Head) -> None:
     Raises: FormatError, NewerVersionError.
     """
     nbytes = head.pack_nbytes - head.footer_file_offset
-    if not FOOTER_NBYTES <= nbytes <= MAX_RECORD_NBYTES:
-        raise FormatError(f"{nbytes} bytes between checksums and end are no footer")
     _, found = Footer.decode(file.read(head.footer_file_offset, nbytes))
     if found != nbytes:
         raise FormatError(
@@ -106,6 +102,8 @@ def naming(file: FileRange) -> Iterator[None]:
     """Put the file's name in front of what an error of this package says."""
     try:
         yield
+    except StateError:  # names it itself
+        raise
     except StreamPackError as error:
         where = f"{file.name} at byte {file.offset}" if file.offset else file.name
         error.args = (f"{where}: {error}", *error.args[1:])

@@ -87,11 +87,11 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
         check_length(file, head, contained=origin.offset != 0 or origin.nbytes is not None)
         check_footer(file, head)
         contents = Contents(
-            head.index, head.region_file_offset, head.region_nbytes, head.pack_nbytes, {}
+            head, head.index, head.region_file_offset, head.region_nbytes, head.pack_nbytes, {}
         )
     mapping = FileMapping(file, contents.nbytes)
     check = BlockCheck(mapping, head) if head is not None and origin.verify == "lazy" else None
-    pack = Pack(Lender(mapping, contents, check), head, origin)
+    pack = Pack(Lender(mapping, contents, check), origin)
     if origin.verify == "full":
         pack.verify().raise_if_damaged()
     return pack
@@ -145,12 +145,11 @@ class Pack(Mapping[str, View]):
 
     Lifetime: what its views hand out keeps the memory by itself.  Leaving a ``with`` block never raises for that;
     :meth:`close` does, because it unmaps now.
-    Raises (everything but :meth:`close`): StateError once closed.
+    Raises (everything but :meth:`close`): StateError once closed, also when another thread closes it meanwhile.
     """
 
-    def __init__(self, lender: Lender, head: Head | None, origin: _Origin) -> None:
+    def __init__(self, lender: Lender, origin: _Origin) -> None:
         self._lender = lender
-        self._head = head
         self._origin = origin
 
     def __repr__(self) -> str:
@@ -183,12 +182,12 @@ class Pack(Mapping[str, View]):
     @property
     def head(self) -> Head:
         """The validated head.  Raises: RawPayloadError for a raw payload, which has none."""
-        self._lender.contents  # noqa: B018 - raises when closed
-        if self._head is None:
+        head = self._lender.contents.head
+        if head is None:
             raise RawPayloadError(
                 f"{self.path}: a raw payload has no index of its own and no checksums"
             )
-        return self._head
+        return head
 
     @property
     def contents(self) -> Contents:
@@ -286,12 +285,7 @@ class Pack(Mapping[str, View]):
 
         Raises: MappingInUse, which names the tensors, and closes nothing, while arrays or tensors of it live.
         """
-        head, self._head = self._head, None
-        try:
-            self._lender.close()
-        except StateError:
-            self._head = head
-            raise
+        self._lender.close()
 
     def __enter__(self) -> Pack:
         return self
@@ -302,5 +296,4 @@ class Pack(Mapping[str, View]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._head = None
         self._lender.release()

@@ -47,9 +47,12 @@ def read_payload(file: FileRange) -> Contents:
             actual_nbytes=file.available,
         )
     head = map_shared(file, region)
-    values = graph.decode(memoryview(head)[HEADER_NBYTES:])
-    if len(np.unique(values.ids)) != len(values.ids):
+    flatbuffer = memoryview(head)[HEADER_NBYTES:]
+    # Before they are decoded, which takes many times their memory.
+    ids = graph.constant_ids(flatbuffer)
+    if len(np.unique(ids)) != len(ids):
         raise FormatError("the graph names a constant twice")
+    values = graph.decode(flatbuffer)
     room = np.uint64(nbytes)
     inside = (values.offsets <= room) & (values.nbytes <= room - np.minimum(values.offsets, room))
     if not inside.all():
@@ -58,7 +61,7 @@ def read_payload(file: FileRange) -> Contents:
             f"constant {values.ids[row]} has {values.nbytes[row]} bytes from byte {values.offsets[row]} on, "
             f"outside the {nbytes} bytes of constants"
         )
-    return Contents(_index(values), region, nbytes, region + nbytes, _faults(values))
+    return Contents(None, _index(values), region, nbytes, region + nbytes, _faults(values))
 
 
 def _index(values: GraphValues) -> Index:

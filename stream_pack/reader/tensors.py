@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,29 +18,30 @@ __all__ = ["Storages", "empty_tensor", "materialize", "tensor_of", "torch_form"]
 
 
 class Storages:
-    """The torch storages that live, by buffer.  Knows them weakly: they go with the last tensor that uses them."""
+    """The torch storages that live, by buffer.  Knows them weakly: they go with the last tensor that uses them.
+
+    For one thread at a time.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}
-        self._lock = threading.Lock()
 
     def of(self, buffer: int, make: Callable[[], NDArray[np.uint8]]) -> torch.UntypedStorage:
         """The storage of ``buffer``; without one that lives, a new one over the array that ``make`` returns."""
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        with self._lock:
-            known = self._known.get(buffer)
-            if known is not None:
-                # As torch.multiprocessing does it: None once the storage is gone.
-                storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-                    known.cdata
-                )
-                if storage is not None:
-                    return storage
-            storage = torch.frombuffer(make(), dtype=torch.uint8).untyped_storage()
-            self._known[buffer] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            return storage
+        known = self._known.get(buffer)
+        if known is not None:
+            # As torch.multiprocessing does it: None once the storage is gone.
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+                known.cdata
+            )
+            if storage is not None:
+                return storage
+        storage = torch.frombuffer(make(), dtype=torch.uint8).untyped_storage()
+        self._known[buffer] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        return storage
 
 
 def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -27,7 +27,13 @@ from stream_pack.errors import (
 from stream_pack.head import Head
 from stream_pack.header import HEADER_NBYTES
 from stream_pack.index import NO_BUFFER, Index
-from stream_pack.reader.blocks import block_checksums, block_error, check_root, wrong_blocks
+from stream_pack.reader.blocks import (
+    Users,
+    block_checksums,
+    block_error,
+    check_root,
+    wrong_blocks,
+)
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import check_footer, check_length, naming, read_head
 
@@ -47,9 +53,9 @@ class Damage:
     """One thing that is not as it was written, or not as the format has it.
 
     ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
-    ``"block"``, ``"checksums"`` or ``"footer"``.  ``tensors`` are those that are hit, as far as that is known;
-    ``buffer`` and ``block`` (its number in the buffer) are given for a block.  ``error`` is what
-    :meth:`VerifyReport.raise_if_damaged` raises.
+    ``"block"``, ``"checksums"`` or ``"footer"``.  ``tensors`` are those that are hit, as far as that is known.
+    ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
+    100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises.
 
     Units: bytes; the half-open range ``[file_begin, file_end)`` counts from the pack's first byte.
     """
@@ -59,6 +65,7 @@ class Damage:
     file_end: int
     error: FormatError | ChecksumError
     tensors: tuple[str, ...] = ()
+    tensor_count: int | None = None
     buffer: int | None = None
     block: int | None = None
 
@@ -86,6 +93,7 @@ class Damage:
             "file_begin": self.file_begin,
             "file_end": self.file_end,
             "tensors": list(self.tensors),
+            "tensor_count": self.tensor_count,
             "buffer": self.buffer,
             "block": self.block,
             **checksums,
@@ -185,14 +193,17 @@ def _hidden(damage: Damage, *, tensors: int = 0) -> VerifyReport:
 def verify_mapped(
     mapping: Mapping, head: Head, *, jobs: int | None, progress: Progress | None
 ) -> VerifyReport:
-    """Verify a pack whose head is proved and whose length is right."""
+    """Verify a pack whose head is proved and whose length is right.
+
+    Raises: NewerVersionError for its footer; StateError when it is closed meanwhile.
+    """
     damages = [
+        *_tail_damages(mapping, head),
         *_graph_damages(mapping, head),
         *_order_damages(head),
         *_cover_damages(head),
         *_padding_damages(mapping, head),
         *_block_damages(mapping, head, jobs or _cores(), progress),
-        *_tail_damages(mapping, head),
     ]
     damages.sort(key=lambda damage: damage.file_begin)
     index = head.index
@@ -219,22 +230,22 @@ def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
         yield Damage("graph", begin, end, FormatError(f"no graph before the index at byte {end}"))
         return
     try:
-        found = graph.decode(memoryview(mapping.array(begin, end - begin)))
+        count = len(head.index)
+        found = graph.decode(memoryview(mapping.array(begin, end - begin)), most=count)
     except FormatError as error:
         yield Damage("graph", begin, end, error)
         return
     index = head.index
     wanted = graph.expected_values(index)
-    count = len(index)
     if len(found.ids) < count:
         text = f"the graph has {len(found.ids)} constants for {count} tensors"
         yield Damage("graph", begin, end, FormatError(text))
         return
-    found_ranks = np.diff(found.dims_ends[:count], prepend=0)
+    found_ranks = np.diff(found.dims_ends, prepend=0)
     ranks = np.diff(wanted.dims_ends, prepend=0)
     wrong = found_ranks != ranks
     for name in ("datatypes", "num_dims", "nbytes", "offsets"):
-        wrong |= getattr(found, name)[:count] != getattr(wanted, name)
+        wrong |= getattr(found, name) != getattr(wanted, name)
     same = np.flatnonzero(~wrong)
     # Dims of the tensors whose ranks agree, side by side.
     within = np.arange(int(ranks[same].sum())) - np.repeat(
@@ -333,15 +344,18 @@ def _block_damages(
         return wrong_blocks(mapping, head, checksums, first, min(first + step, len(checksums)))
 
     total = int(index.buffer_nbytes.sum())
+    users: Users | None = None
     for first, wrong in zip(starts, _in_threads(task, starts, jobs)):
         for block, actual in wrong:
-            error = block_error(head, block, expected=int(checksums[block]), actual=actual)
+            users = users or Users(index)
+            error = block_error(head, users, block, expected=int(checksums[block]), actual=actual)
             yield Damage(
                 "block",
                 error.file_begin,
                 error.file_end,
                 error,
                 tensors=error.tensors,
+                tensor_count=error.tensor_count,
                 buffer=error.buffer,
                 block=error.block,
             )
@@ -372,6 +386,8 @@ def _nbytes_before(index: Index, block: int) -> int:
 def _tail_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
     try:
         check_footer(mapping.file, head)
+    except NewerVersionError:
+        raise
     except FormatError as error:
         yield Damage("footer", head.footer_file_offset, head.pack_nbytes, error)
         return

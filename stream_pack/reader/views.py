@@ -6,6 +6,7 @@ A :class:`View` is a description until one of its methods is called; then the by
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,9 @@ class TensorSlice:
     def __getitem__(self, key: object) -> View:
         """The view of a part.
 
-        Raises: IndexError for a part that is not there or not contiguous; slice ``.numpy()`` or ``.torch()`` then.
+        ``key``: integers of any kind, NumPy's too, slices and an Ellipsis.
+        Raises: IndexError for a part that is not there or not contiguous, and for any other key; slice ``.numpy()`` or
+        ``.torch()`` then.
         """
         view = self._view
         view._lender.fault(view._tensor, view.name)
@@ -172,8 +175,10 @@ def safetensors_name(dtype: str) -> str:
 def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tuple[int, ...]]:
     """The first element and the shape of ``tensor[key]``."""
     keys = list(key) if isinstance(key, tuple) else [key]
-    if keys.count(Ellipsis) == 1:
-        at = keys.index(Ellipsis)
+    # Not by ==, which an array among them answers with an array.
+    ellipses = [at for at, part in enumerate(keys) if part is Ellipsis]
+    if len(ellipses) == 1:
+        (at,) = ellipses
         keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
     if len(keys) > len(shape):
         raise IndexError(f"tensor {name!r} has {len(shape)} dims, not {len(keys)}")
@@ -182,16 +187,15 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
     for axis, dim in enumerate(shape):
         part = keys[axis] if axis < len(keys) else slice(None)
         if isinstance(part, slice):
-            begin, end, step = part.indices(dim)
+            begin, end, step = _range(name, part, dim)
             length = max(0, end - begin)
             whole = step == 1 and length == dim
             dims = [length]
-        elif isinstance(part, int) and not isinstance(part, bool):
-            if not -dim <= part < dim:
-                raise IndexError(f"tensor {name!r}: {part} is outside dim {axis} of {dim}")
-            begin, step, whole, dims = part % dim, 1, dim == 1, []
         else:
-            raise IndexError(f"tensor {name!r}: expected numbers and ranges, got {part!r}")
+            number = _number(name, part)
+            if not -dim <= number < dim:
+                raise IndexError(f"tensor {name!r}: {number} is outside dim {axis} of {dim}")
+            begin, step, whole, dims = number % dim, 1, dim == 1, []
         if step != 1 or (not whole and math.prod(kept) != 1):
             raise IndexError(
                 f"tensor {name!r}: that part is not contiguous; slice its .numpy() or .torch() instead"
@@ -199,6 +203,23 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         first = first * dim + begin
         kept += dims
     return first, tuple(kept)
+
+
+def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:
+    try:
+        return part.indices(dim)
+    except (TypeError, ValueError) as error:  # no numbers, or a step of 0
+        raise IndexError(f"tensor {name!r}: {part!r}: {error}") from None
+
+
+def _number(name: str, part: object) -> int:
+    # An array of one element has an index too, but stands for a dim.
+    if not isinstance(part, bool) and not getattr(part, "ndim", 0):
+        try:
+            return operator.index(part)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise IndexError(f"tensor {name!r}: expected numbers and ranges, got {part!r}")
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

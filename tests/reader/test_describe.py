@@ -69,15 +69,19 @@ def test_rows_say_what_shares_bytes_and_what_can_be_a_metal_buffer(path: Path) -
     pack_bytes(path)
     rows = {row.name: row for row in described(path).rows}
     assert list(rows) == list(tensors())
-    assert rows["embed"].shared_with == "head"
-    assert rows["head"].shared_with == "embed"
-    assert rows["rows"].inside == "embed"
+    numbers = {name: number for number, name in enumerate(rows)}
+    assert rows["embed"].shared_with == numbers["head"]
+    assert rows["head"].shared_with == numbers["embed"]
+    assert rows["rows"].inside == numbers["embed"]
+    assert rows["embed"].buffer == rows["head"].buffer == rows["rows"].buffer == 0
+    assert (rows["norm"].buffer, rows["none"].buffer) == (1, None)
     assert (rows["norm"].shared_with, rows["norm"].inside) == (None, None)
     assert rows["embed"].page_aligned
     assert not rows["norm"].page_aligned
-    assert rows["embed"].flags == "tied with head, page"
-    assert rows["rows"].flags == "in embed"
-    assert rows["none"].flags == ""
+    lines = {line.split("  ")[0]: line for line in described(path).to_text().splitlines()}
+    assert lines["embed"].endswith("  tied with head, page")
+    assert lines["rows"].endswith("  in embed")
+    assert lines["none"].split()[-1] == str(rows["none"].file_offset)
     for name, tensor in tensors().items():
         assert rows[name].shape == tuple(tensor.shape)
         assert rows[name].nbytes == tensor.nbytes
@@ -128,8 +132,8 @@ def test_control_characters_do_not_reach_the_terminal(path: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_names_are_cut_only_for_a_width(path: Path) -> None:
-    name = "layer." * 30
+def test_names_that_a_model_has_are_cut_only_for_a_width(path: Path) -> None:
+    name = "layer." * 20
     pack_bytes(path, {name: torch.zeros(2, 3)})
     assert name in described(path).to_text()
     for width in (80, 120):
@@ -141,6 +145,25 @@ def test_names_are_cut_only_for_a_width(path: Path) -> None:
         assert len(row) <= width
         assert "…" in row
         assert row.split()[1:5] == ["float32", "[2,", "3]", "24"]
+
+
+@pytest.mark.parametrize("character", ["n", "\x00", "\U000f0000"])
+def test_a_very_long_name_comes_whole_once_in_the_json_and_cut_in_the_text(
+    path: Path, character: str
+) -> None:
+    name, tensor = character * 40_000, torch.zeros(4)
+    pack_bytes(path, {name: tensor, **{str(n): tensor for n in range(300)}})
+    description = described(path)
+    assert len(description.to_text()) < 150_000  # 301 rows and some
+    assert len(json.dumps(description.to_json())) < 12 * 40_000 + 150_000
+    rows = description.rows
+    assert rows[0].name == name
+    assert [row.shared_with for row in rows[1:]] == [0] * 300
+    lines = description.to_text().splitlines()
+    shown = lines[1].split("  ")[0]
+    assert len(shown) == 120
+    assert shown.endswith("…")
+    assert lines[2].endswith(f"  tied with {shown}, page")
 
 
 def test_an_empty_pack_has_a_description(path: Path) -> None:

@@ -11,6 +11,7 @@ import pickle
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import stream_pack
 from stream_pack import MappingInUse, StateError
 from stream_pack.reader import mapping as mapping_module
 from tests.support.memory import needs_proc
-from tests.support.packs import pack_bytes, tensors
+from tests.support.packs import BLOCK_NBYTES, pack_bytes, tensors
 from tests.support.smaps import mapped_file
 
 
@@ -286,3 +287,122 @@ def test_errors_survive_the_way_back_from_a_worker(path: Path) -> None:
     assert isinstance(copy, MappingInUse)
     assert (str(copy), copy.tensors) == (str(caught.value), ("embed",))
     assert held.shape == (96, 32)
+
+
+def test_a_tensor_that_was_sent_to_another_process_can_be_asked_for_again(path: Path) -> None:
+    # torch.multiprocessing does this to whatever is put into a queue: the storage stays, its memory is another.
+    pack = stream_pack.open(path)
+    sent = pack["embed"].torch()
+    sent.share_memory_()  # type: ignore[no-untyped-call]
+    for name in ("embed", "head", "rows"):
+        again = pack[name].torch()
+        assert torch.equal(again, tensors()[name])
+        assert again.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+    norm = pack["norm"].torch()
+    with pytest.raises(MappingInUse) as caught:
+        pack.close()
+    assert caught.value.tensors == ("norm",)  # what was sent holds no memory of the file
+    del norm
+    pack.close()
+    assert torch.equal(sent, tensors()["embed"])
+
+
+def test_a_buffer_lent_anew_is_known_by_its_new_users_only(path: Path) -> None:
+    pack = stream_pack.open(path)
+    pack["embed"].torch().share_memory_()  # type: ignore[no-untyped-call]
+    held = pack["head"].torch()
+    with pytest.raises(MappingInUse) as caught:
+        pack.close()
+    assert caught.value.tensors == ("head",)
+    del held
+    pack.close()
+
+
+def test_a_pack_left_during_its_verification_ends_that(path: Path) -> None:
+    # 2 x 1024 blocks: so many are hashed in one go.
+    pack_bytes(path, {"w": torch.zeros(2 * 1024 * BLOCK_NBYTES, dtype=torch.uint8)})
+    done: list[int] = []
+    pack = stream_pack.open(path)
+
+    def leave(nbytes: int, total: int) -> None:
+        done.append(nbytes)
+        with pytest.raises(MappingInUse):
+            pack.close()  # the checksums are being read
+        pack.__exit__(None, None, None)  # as another thread might, at that moment
+
+    with pytest.raises(StateError, match="is closed: open it again"):
+        pack.verify(jobs=1, progress=leave)
+    assert done == [1024 * BLOCK_NBYTES]
+
+
+@pytest.mark.parametrize("verify", ["never", "lazy"])
+def test_reading_while_another_thread_leaves_the_with_block_is_a_state_error(
+    path: Path, verify: str
+) -> None:
+    wrong: set[str] = set()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that threads meet everywhere
+    try:
+        for turn in range(60):
+            pack = stream_pack.open(path, verify=verify)  # type: ignore[arg-type]
+            started = threading.Event()
+
+            def read(pack: stream_pack.Pack = pack, started: threading.Event = started) -> None:
+                started.set()
+                try:
+                    while True:
+                        pack["step"].numpy()
+                        pack["embed"].torch()
+                        pack["norm"].numpy(writable=True)
+                        pack.memory(0, 1, tensors=())
+                        pack.verify(jobs=1)
+                except StateError:
+                    pass
+                except BaseException as error:
+                    wrong.add(repr(error))
+
+            thread = threading.Thread(target=read)
+            thread.start()
+            started.wait()
+            while turn % 2 and not pack._lender.closed:
+                try:
+                    pack.close()
+                except MappingInUse:
+                    pass
+            pack.__exit__(None, None, None)
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("end", ["with", "close"])
+def test_what_is_left_of_a_closed_pack_uses_neither_memory_nor_descriptor(
+    path: Path, end: str
+) -> None:
+    # What a thread holds that looked the memory up before another one closed it.
+    pack = stream_pack.open(path)
+    mapping = pack._lender.mapping
+    if end == "with":
+        pack.__exit__(None, None, None)
+    else:
+        pack.close()
+    uses: tuple[Callable[[], object], ...] = (
+        lambda: mapping.array(0, 1),
+        lambda: mapping.writable_array(0, 1),
+        lambda: mapping.file.read(0, 1),
+        mapping.file.check_available,
+    )
+    for use in uses:
+        with pytest.raises(StateError, match="is closed: open it again"):
+            use()
+
+
+def test_a_finalizer_may_close_a_pack_that_is_being_read(path: Path) -> None:
+    # Garbage is collected wherever memory is allocated, also while the pack lends some.
+    pack = stream_pack.open(path)
+    mapping = pack._lender.mapping
+    with mapping.file.descriptor():
+        pack.close()  # with a lock that is not reentrant, this would wait for itself
+    with pytest.raises(StateError):
+        mapping.file.read(0, 1)

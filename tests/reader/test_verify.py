@@ -6,12 +6,18 @@ import json
 import mmap
 import os
 import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stream_pack
 from stream_pack import (
@@ -22,6 +28,8 @@ from stream_pack import (
     RawPayloadError,
     TruncatedError,
 )
+from stream_pack.reader import blocks as blocks_module
+from stream_pack.reader.blocks import Users, wrong_blocks
 from stream_pack.reader.verify import VerifyReport, verify
 from tests.support.packs import BLOCK_NBYTES, FOOTER, pack_bytes, places, reseal, tensors
 
@@ -402,3 +410,130 @@ def test_a_pack_that_lies_about_checksums_but_agrees_with_itself_is_a_format_err
     with pytest.raises(FormatError):
         stream_pack.open(path)
     assert [damage.part for damage in verify(path).damages] == ["footer"]
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], set[int]]:
+    """Makes that many tasks of a verification wait for each other; returns the threads that then came to work."""
+
+    def arrange(parties: int) -> set[int]:
+        barrier = threading.Barrier(parties, timeout=60)
+        threads: set[int] = set()
+
+        def meet(*arguments: Any) -> list[tuple[int, int]]:
+            threads.add(threading.get_ident())
+            barrier.wait()  # a pool of fewer threads never gets past it
+            return wrong_blocks(*arguments)
+
+        monkeypatch.setattr("stream_pack.reader.verify.wrong_blocks", meet)
+        return threads
+
+    return arrange
+
+
+@pytest.fixture
+def five_tasks(tmp_path: Path) -> Path:
+    """A pack of 5 x 1024 blocks: so many does a thread hash in one go."""
+    content = {"w": torch.arange(5 * 1024 * BLOCK_NBYTES // 4, dtype=torch.int32)}
+    pack_bytes(tmp_path / "five", content)
+    return tmp_path / "five"
+
+
+def test_verification_uses_all_cores_that_the_process_may_use(
+    five_tasks: Path, meeting: Callable[[int], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As under taskset, or in a container: not what the machine has.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 5, 6, 9}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    threads = meeting(5)
+    assert verify(five_tasks).ok
+    assert len(threads) == 5
+    assert threading.get_ident() not in threads
+
+
+def test_where_no_affinity_is_known_verification_uses_all_cores(
+    five_tasks: Path, meeting: Callable[[int], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)
+    threads = meeting(5)
+    with stream_pack.open(five_tasks) as pack:
+        assert pack.verify().ok
+    assert len(threads) == 5
+
+
+def test_one_job_is_done_by_the_calling_thread(
+    five_tasks: Path, meeting: Callable[[int], set[int]]
+) -> None:
+    threads = meeting(1)
+    assert verify(five_tasks, jobs=1).ok
+    assert threads == {threading.get_ident()}
+
+
+def test_as_many_threads_work_as_there_are_jobs(
+    five_tasks: Path, meeting: Callable[[int], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    threads = meeting(5)
+    assert verify(five_tasks, jobs=5).ok
+    assert len(threads) == 5
+
+
+def test_a_footer_of_a_newer_version_is_no_damage_but_not_for_this_reader(
+    path: Path, data: bytes
+) -> None:
+    changed = bytearray(data)
+    changed[places(data).footer + 12] = 2  # its version
+    path.write_bytes(reseal(changed))
+    for door in (stream_pack.open, verify):
+        with pytest.raises(NewerVersionError, match="footer version 2") as caught:
+            door(path)
+        assert (caught.value.version, caught.value.supported) == (2, 1)
+
+
+def test_a_report_on_tied_tensors_does_not_list_all_of_them_for_every_block(path: Path) -> None:
+    tied = torch.zeros(200 * BLOCK_NBYTES, dtype=torch.uint8)
+    data = bytearray(pack_bytes(path, {f"t{number:03}": tied for number in range(300)}))
+    at = places(data)
+    data[at.region : at.region_end] = b"x" * (at.region_end - at.region)
+    path.write_bytes(data)
+    report = verify(path)
+    assert len(report.damages) == 200
+    first = report.damages[0]
+    assert first.tensors == tuple(f"t{number:03}" for number in range(100))
+    assert first.tensor_count == 300
+    assert "tensor 't000', 't001', 't002' and 297 more: block 0 of" in first.message
+    assert first.to_json()["tensor_count"] == 300
+    # Once in memory, however many blocks there are.
+    assert {id(damage.tensors) for damage in report.damages} == {id(first.tensors)}
+
+
+@given(
+    extents=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), min_size=1, max_size=30),
+    begin=st.integers(0, 40),
+    nbytes=st.integers(1, 8),
+)
+def test_the_tensors_of_a_range_are_those_that_have_bytes_in_it(
+    extents: list[tuple[int, int]], begin: int, nbytes: int
+) -> None:
+    extents = [(0, 1), *extents]
+    lengths = np.array([length for _, length in extents])
+    index: Any = SimpleNamespace(
+        tensor_buffers=np.where(lengths > 0, 0, 2**32 - 1).astype(np.uint32),
+        offsets=np.array([offset for offset, _ in extents]),
+        tensor_nbytes=lengths,
+        name=str,
+    )
+    wanted = {
+        str(number)
+        for number, (offset, length) in enumerate(extents)
+        if set(range(offset, offset + length)) & set(range(begin, begin + nbytes))
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "_STRIDE", 3)
+        for most in (100, 2):
+            patch.setattr(blocks_module, "MAX_NAMED", most)
+            names, count = Users(index).of(begin, begin + nbytes)
+            assert count == len(wanted)
+            assert len(names) == len(set(names)) == min(most, count)
+            assert set(names) <= wanted

@@ -320,6 +320,8 @@ KEYS = [
     (1, Ellipsis),
     (slice(1, 2), 1),
     (slice(5, 100),),
+    (np.int64(1),),
+    (np.int64(-1), np.uint8(2), slice(np.int32(1), np.int64(3))),
 ]
 
 
@@ -353,7 +355,15 @@ def test_a_part_that_is_not_contiguous_is_refused_with_advice(key: object, pack:
         pack.get_slice("embed")[key]
 
 
-@pytest.mark.parametrize("key", [96, -97, (0, 0, 0), "x", None, True, (..., ...)], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(96, -97, np.int64(96), (0, 0, 0), "x", None, True, np.True_, 1.0, (..., ...)),
+        *(np.array([1, 2]), np.array([1]), torch.tensor([1]), (0, np.array([1, 2]))),
+        *(slice(None, None, 0), slice("a", None), slice(np.array([1, 2]), None)),
+    ],
+    ids=str,
+)
 def test_a_part_that_is_not_there_is_an_index_error(key: object, pack: Pack) -> None:
     with pytest.raises(IndexError):
         pack.get_slice("embed")[key]
