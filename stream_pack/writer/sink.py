@@ -28,6 +28,9 @@ BATCH_NBYTES = 1 << 20
 BATCH_PARTS = 512
 """Parts of one gathering write, below the 1,024 of Linux's and macOS's IOV_MAX."""
 
+EARLY_NBYTES = 8 << 20
+"""Bytes after which the disk is told to begin with them: enough for long writes, few against any large pack."""
+
 _S = TypeVar("_S", bound="Sink")
 
 
@@ -160,6 +163,7 @@ class FileSink(Sink):
             # Of the folder's faults, under the name that the caller knows.
             raise OSError(error.errno, error.strerror, self._path) from None
         self._discard = weakref.finalize(self, _discard, self._file, self._temporary)
+        self._unsent = (0, 0)
         try:
             if old is not None:
                 _keep_owner_and_mode(self._file, old)
@@ -184,8 +188,19 @@ class FileSink(Sink):
             written = os.pwritev(self._file, parts, position)
             if written == 0:
                 raise OSError(errno.EIO, "a write of several bytes wrote none", self._target)
+            self._send_early(position, position + written)
             position += written
             parts = _rest(parts, written)
+
+    def _send_early(self, begin: int, end: int) -> None:
+        """Have the disk begin with what was written, so that :meth:`commit` does not wait for all of it at its end."""
+        first, last = self._unsent
+        if begin != last:
+            first = begin
+        if end - first >= EARLY_NBYTES:
+            _begin_writeback(self._file, first, end - first)
+            first = end
+        self._unsent = (first, end)
 
     def commit(self) -> None:
         if not self._discard.alive:
@@ -314,6 +329,14 @@ def _stat(path: str) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return None
+
+
+def _begin_writeback(file: int, position: int, nbytes: int) -> None:
+    # Linux starts to write dirty pages that are said to be no longer needed, does not wait for them, and drops only
+    # pages that are clean, which these are not yet.  Elsewhere the call is missing, or does less.
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # advice: a file system may have no use for it
+            os.posix_fadvise(file, position, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _discard(file: int, temporary: str) -> None:

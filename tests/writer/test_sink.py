@@ -462,3 +462,37 @@ def test_a_file_system_without_modes_takes_a_pack(
     path.write_bytes(b"old")
     fill(FileSink(path), 3, [(0, b"new")])
     assert path.read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such advice")
+def test_the_disk_begins_with_what_was_written_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda _, position, nbytes, __: told.append((position, nbytes))
+    )
+    with FileSink(tmp_path / "f") as sink:
+        sink.begin(64 << 20, reserve=True)
+        for position in [*range(0, 20 << 20, 1 << 20), *range(40 << 20, 60 << 20, 1 << 20)]:
+            sink.put(position, bytes(1 << 20))
+        before_the_end = list(told)
+        sink.commit()
+    assert before_the_end
+    for begin, end in ((0, 20 << 20), (40 << 20, 60 << 20)):
+        mine = [(at, nbytes) for at, nbytes in told if begin <= at < end]
+        assert mine[0][0] == begin
+        assert sum(nbytes for _, nbytes in mine) >= 16 << 20
+        assert all(at + nbytes <= end for at, nbytes in mine)
+
+
+def test_advice_that_a_file_system_refuses_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EINVAL, "no")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    data = bytes(range(256)) * (36 << 10)
+    fill(FileSink(tmp_path / "f"), len(data), [(0, data)])
+    assert (tmp_path / "f").read_bytes() == data
