@@ -29,19 +29,25 @@ class Buffer:
     """An MTLBuffer over memory that something else owns.
 
     ``pointer`` is the ``id<MTLBuffer>``, to be passed to any API that takes one; ``address`` and ``nbytes`` say where
-    it stands.
+    it stands; ``token`` is its name for :func:`objc.kept`.
 
     Copies: none; writing to it, from CPU or GPU, is undefined (the memory is a file mapped read-only).
     Lifetime: this object holds one reference, and gives it back when it is collected.  The memory stays until Metal
     says that the last reference is gone, one held by a command buffer in flight too.
+    Metal says so to Python, and waits for Python's lock.  Code that keeps the lock while it waits for the GPU, as
+    ``torch.mps.synchronize()`` does, must not be called while only a command buffer holds the last reference, or both
+    wait for ever: keep this object, the view or the tensor until after such a call.
     """
 
-    __slots__ = ("__weakref__", "_messages", "_pid", "address", "nbytes", "pointer")
+    __slots__ = ("__weakref__", "_messages", "_pid", "address", "nbytes", "pointer", "token")
 
-    def __init__(self, messages: Messages, pointer: int, address: int, nbytes: int) -> None:
+    def __init__(
+        self, messages: Messages, pointer: int, address: int, nbytes: int, token: int
+    ) -> None:
         self.pointer = pointer
         self.address = address
         self.nbytes = nbytes
+        self.token = token
         self._messages = messages
         self._pid = os.getpid()
         _give_back(self, messages, pointer, ("release",))
@@ -109,7 +115,7 @@ class Device:
                 "this Python is an Intel program that Rosetta translates: there Metal accepts buffers without a copy, "
                 "and fails every command that uses them; use an arm64 Python"
             )
-        pointer = objc.default_device(runtime)
+        pointer = objc.default_device(runtime, Messages(runtime, objc.MESSAGES))
         if pointer is None:
             raise MetalUnavailable(
                 "Metal found no device: a virtual machine without one, or a session without access to the GPU"
@@ -176,7 +182,7 @@ class Device:
             page_nbytes=mmap.PAGESIZE,
             max_buffer_length=self.max_buffer_length,
         )
-        objc.keep(address, nbytes, owner)
+        token, block = objc.keep(self.runtime, owner)
         # A pool, because whatever Metal autoreleases on the way may hold the buffer.
         with self.messages.pool():
             pointer = self.messages.send(
@@ -185,10 +191,10 @@ class Device:
                 address,
                 nbytes,
                 STORAGE_MODE_SHARED,
-                objc.deallocator(self.runtime),
+                block,
             )
         if pointer is None:
-            objc.forget(address, nbytes)
+            objc.forget(token)
             raise MetalBufferError(
                 f"Metal made no buffer of {nbytes} bytes at {address:#x}, of the {self.max_buffer_length} that "
                 f"{self.name} allows, and does not say why; free memory, or try a smaller max_buffer_length; "
@@ -196,7 +202,7 @@ class Device:
                 address=address,
                 nbytes=nbytes,
             )
-        return Buffer(self.messages, pointer, address, nbytes)
+        return Buffer(self.messages, pointer, address, nbytes, token)
 
 
 class Residency:
@@ -213,12 +219,13 @@ class Residency:
                 f"residency sets need macOS 15 and a GPU of Apple's, not {device.name!r}; open without residency=True"
             )
         messages = device.messages
-        descriptor = messages.new("MTLResidencySetDescriptor")
-        assert descriptor is not None  # it came with macOS 15 too
-        pointer = messages.send(
-            device.pointer, "newResidencySetWithDescriptor:error:", descriptor, None
-        )
-        messages.send(descriptor, "release")
+        with messages.pool():
+            descriptor = messages.new("MTLResidencySetDescriptor")
+            assert descriptor is not None  # it came with macOS 15 too
+            pointer = messages.send(
+                device.pointer, "newResidencySetWithDescriptor:error:", descriptor, None
+            )
+            messages.send(descriptor, "release")
         if pointer is None:
             raise MetalUnavailable(
                 f"{device.name} made no residency set; open without residency=True"

@@ -11,7 +11,10 @@ import ctypes
 import functools
 import importlib
 import math
-from ctypes import c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 from stream_pack.errors import MetalUnavailable, UnsupportedDtype
@@ -61,8 +64,8 @@ class _DLTensor(ctypes.Structure):
         ("device", _DLDevice),
         ("ndim", c_int32),
         ("dtype", _DLDataType),
-        ("shape", ctypes.POINTER(c_int64)),
-        ("strides", ctypes.POINTER(c_int64)),
+        ("shape", c_void_p),
+        ("strides", c_void_p),
         ("byte_offset", c_uint64),
     )
 
@@ -75,39 +78,63 @@ _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Lent:
-    """The structures that other libraries hold, by address, each with the buffer it keeps.
+    """What other libraries hold: DLPack's structures, in C's memory, and by their addresses the buffers they keep.
 
     Like the registry of :mod:`stream_pack.metal.objc`, all of this lives for ever, because it is called whenever
-    another library lets go.
+    another library lets go; and like there, who lets go waits for Python's lock.
     """
 
     def __init__(self) -> None:
-        self.structures: dict[int, tuple[_DLManagedTensor, Buffer]] = {}
-        api = ctypes.PyDLL(None)
+        self.buffers: dict[int, Buffer] = {}
+        libc, api = ctypes.CDLL(None), ctypes.PyDLL(None)
+        self._malloc, self._free = libc.malloc, libc.free
+        self._malloc.argtypes, self._malloc.restype = (c_size_t,), c_void_p
+        self._free.argtypes, self._free.restype = (c_void_p,), None
         self._new_capsule = api.PyCapsule_New
         self._new_capsule.argtypes = (c_void_p, c_void_p, c_void_p)
         self._new_capsule.restype = ctypes.py_object
-        is_valid, pointer_of = api.PyCapsule_IsValid, api.PyCapsule_GetPointer
-        is_valid.argtypes = pointer_of.argtypes = (c_void_p, c_void_p)
-        pointer_of.restype = c_void_p
-        pop = self.structures.pop
-        self._name = ctypes.create_string_buffer(b"dltensor")
-        name = ctypes.addressof(self._name)
+        self._is_valid, self._set_name = api.PyCapsule_IsValid, api.PyCapsule_SetName
+        self._is_valid.argtypes = self._set_name.argtypes = (ctypes.py_object, c_void_p)
+        # A capsule has not these names but their addresses.
+        self._names = [
+            ctypes.create_string_buffer(name) for name in (b"dltensor", b"used_dltensor")
+        ]
+        self._name, self._used_name = map(ctypes.addressof, self._names)
+        pop, free = self.buffers.pop, self._free
 
-        # Bound to what they need: while the interpreter ends, the names of this module are gone.
+        # Bound to what it needs: while the interpreter ends, the names of this module are gone.
         def delete(structure: int) -> None:
             pop(structure, None)
+            free(structure)
 
-        def destroy(capsule: int) -> None:
-            if is_valid(capsule, name):  # nobody took it: who does, renames it
-                pop(pointer_of(capsule, name), None)
-
-        self._delete, self._destroy = _Deleter(delete), _Deleter(destroy)
+        self._delete = _Deleter(delete)
         objc.immortal(self)
         atexit.register(self._retire)
 
-    def capsule(self, view: MetalView) -> object:
-        """A DLPack capsule of a tensor.  Raises: UnsupportedDtype, MetalBufferError for a tensor of 0 bytes."""
+    @contextmanager
+    def capsule(self, view: MetalView, *, keep: bool = True) -> Iterator[object]:
+        """A DLPack capsule of a tensor, which can be taken until the block ends.
+
+        ``keep``: until the deleter is called, the buffer is kept.  Otherwise the caller does that, and the deleter is
+        C's ``free``.  A deleter in Python fails when it is called while an exception is on its way, as when a
+        temporary is dropped in ``f(temporary, 1 / 0)``.  For that reason the capsule has no destructor either.
+
+        Raises: UnsupportedDtype, MetalBufferError for a tensor of 0 bytes.
+        """
+        address = self._structure(view, self._delete if keep else self._free)
+        if keep:
+            self.buffers[address] = view.buffer
+        capsule = self._new_capsule(address, self._name, None)
+        try:
+            yield capsule
+        finally:
+            if self._is_valid(capsule, self._name):  # nobody took it: who does, renames it
+                self._set_name(capsule, self._used_name)
+                self.buffers.pop(address, None)
+                self._free(address)
+
+    def _structure(self, view: MetalView, deleter: Any) -> int:
+        """A DLManagedTensor, with shape and strides behind it."""
         if view.dtype not in DLPACK_TYPES:
             raise UnsupportedDtype(
                 f"tensor {view.name!r} is {view.dtype}, which DLPack and MPS do not both have; cast it before it is "
@@ -116,33 +143,34 @@ class _Lent:
                 dtype=view.dtype,
             )
         code, bits = DLPACK_TYPES[view.dtype]
+        pointer = view.buffer.pointer
         # PyTorch honours byte_offset only beside strides, and not for tensors without dims (pytorch#170432).
         shape = view.shape or (1,)
-        dims = c_int64 * len(shape)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-        structure = _DLManagedTensor(
-            _DLTensor(
-                view.buffer.pointer,
-                _DLDevice(KDL_METAL, 0),
-                len(shape),
-                _DLDataType(code, bits, 1),
-                dims(*shape),
-                dims(*strides),
-                view.offset,
-            ),
-            None,
-            ctypes.cast(self._delete, c_void_p),
+        dims = (c_int64 * (2 * len(shape)))(*shape, *strides)
+        address = self._malloc(ctypes.sizeof(_DLManagedTensor) + ctypes.sizeof(dims))
+        if address is None:
+            raise MemoryError
+        dims_address = address + ctypes.sizeof(_DLManagedTensor)
+        ctypes.memmove(dims_address, dims, ctypes.sizeof(dims))
+        structure = _DLManagedTensor.from_address(address)
+        structure.dl_tensor = _DLTensor(
+            pointer,
+            _DLDevice(KDL_METAL, 0),
+            len(shape),
+            _DLDataType(code, bits, 1),
+            dims_address,
+            dims_address + ctypes.sizeof(dims) // 2,
+            view.offset,
         )
-        address = ctypes.addressof(structure)
-        self.structures[address] = (structure, view.buffer)
-        return self._new_capsule(
-            address, ctypes.addressof(self._name), ctypes.cast(self._destroy, c_void_p)
-        )
+        structure.manager_ctx = None
+        structure.deleter = ctypes.cast(deleter, c_void_p)
+        return int(address)
 
     def _retire(self) -> None:
         """What dies from now on finds no deleter: the interpreter that would run it is ending."""
-        for structure, _ in list(self.structures.values()):
-            structure.deleter = None
+        for address in list(self.buffers):
+            _DLManagedTensor.from_address(address).deleter = None
 
 
 @functools.cache
@@ -151,10 +179,10 @@ def _lent() -> _Lent:
 
 
 class _Producer:
-    """A view as the object that DLPack's Python protocol wants."""
+    """A capsule as the object that DLPack's Python protocol wants."""
 
-    def __init__(self, view: MetalView) -> None:
-        self._view = view
+    def __init__(self, capsule: object) -> None:
+        self._capsule = capsule
 
     def __dlpack__(
         self,
@@ -166,10 +194,18 @@ class _Producer:
     ) -> object:
         if copy:
             raise BufferError("a tensor of a pack is lent in place, not copied: pass copy=False")
-        return _lent().capsule(self._view)
+        if dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(
+                f"a tensor of a pack is lent in place, on {self.__dlpack_device__()}, not on {dl_device}"
+            )
+        return self._capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return KDL_METAL, 0
+
+
+def _let_go(buffer: Buffer) -> None:
+    """What has kept the buffer is gone."""
 
 
 def to_torch(view: MetalView) -> torch.Tensor:
@@ -178,7 +214,8 @@ def to_torch(view: MetalView) -> torch.Tensor:
     Writing to it is undefined.  Whatever else uses the buffer has to be waited for (``torch.mps.synchronize``).
 
     Copies: none.
-    Lifetime: the tensor keeps the buffer, the buffer keeps the memory.
+    Lifetime: the tensor keeps the buffer, the buffer keeps the memory.  Keep the tensor until after
+    ``torch.mps.synchronize()``: see :class:`Buffer`.
     Raises: UnsupportedDtype; MetalUnavailable for a PyTorch that ignores where in a buffer the tensor stands.
     """
     import torch
@@ -186,7 +223,10 @@ def to_torch(view: MetalView) -> torch.Tensor:
     if not view.nbytes:
         dtype, shape = torch_form(view.dtype, view.shape)
         return torch.empty(shape, dtype=dtype, device="mps")
-    tensor = torch.utils.dlpack.from_dlpack(_lent().capsule(view))
+    with _lent().capsule(view, keep=False) as capsule:
+        tensor = torch.utils.dlpack.from_dlpack(capsule)
+    # This object is as long there as the storage itself, however many tensors share it.
+    weakref.finalize(tensor.untyped_storage(), _let_go, view.buffer).atexit = False
     # Up to 2.9 silently the first bytes of the buffer (pytorch#168177).
     if tensor.storage_offset() * tensor.itemsize != view.offset:
         raise MetalUnavailable(
@@ -200,11 +240,13 @@ def to_mlx(view: MetalView) -> Any:
     """The tensor as an ``mlx.core.array``; needs an MLX whose ``from_dlpack`` takes Metal buffers.
 
     Copies: none.
-    Lifetime: the array keeps the buffer, the buffer keeps the memory.
+    Lifetime: the array keeps the buffer, the buffer keeps the memory.  Give the array a name: if it is dropped while an
+    exception is on its way, as the temporary in ``f(to_mlx(view), 1 / 0)``, the exception is lost.
     Raises: UnsupportedDtype; MetalBufferError for a tensor of 0 bytes; ImportError without MLX.
     """
     mlx = importlib.import_module("mlx.core")
-    array = mlx.from_dlpack(_Producer(view), copy=False)
+    with _lent().capsule(view) as capsule:
+        array = mlx.from_dlpack(_Producer(capsule), copy=False)
     return array if view.shape else array.reshape(())
 
 

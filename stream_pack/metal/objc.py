@@ -1,11 +1,16 @@
 """The Objective-C runtime, through ctypes: the only module that knows it.
 
 :class:`Runtime` holds the addresses of the few C functions that are needed, so that a stand-in is a value;
-:class:`Messages` sends messages through them, each selector with the one prototype that it has; :func:`deallocator`
-gives the block that Metal calls when a buffer is gone, and :func:`keep` tells it what to drop then.
+:class:`Messages` sends messages through them, each selector with the one prototype that it has; :func:`keep` gives the
+block that Metal calls when a buffer is gone, and drops then what it was given.
 
-Everything Metal may call lives for ever: one block a runtime, one callback, and the registry of owners.  A block on the
-stack, or one that Python had collected, crashes when a buffer dies later than expected.
+Everything Metal may call lives for ever: the blocks (one for each buffer, used again when that is gone), one callback,
+and the registry of owners.  A block on the stack, or one that Python had collected, crashes when a buffer dies later
+than expected.
+
+The callback is Python, so it waits for Python's lock.  A thread that holds this lock while it waits for Metal to be
+done with a buffer waits for ever, if the last reference to the buffer goes meanwhile.  And C code that lets go of the
+last reference while a Python exception is on its way loses the exception; Python code may.
 Source: Clang, "Block Implementation Specification"; Apple, "Objective-C Runtime".
 """
 
@@ -14,6 +19,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -30,7 +36,6 @@ __all__ = [
     "MESSAGES",
     "Messages",
     "Runtime",
-    "deallocator",
     "default_device",
     "first_process",
     "forget",
@@ -189,9 +194,10 @@ class Messages:
             self.send(pool, "drain")
 
 
-def default_device(runtime: Runtime) -> int | None:
+def default_device(runtime: Runtime, messages: Messages) -> int | None:
     """The system's default MTLDevice, owned by the caller; None when there is none."""
-    device: int | None = ctypes.CFUNCTYPE(c_void_p)(runtime.create_system_default_device)()
+    with messages.pool():
+        device: int | None = ctypes.CFUNCTYPE(c_void_p)(runtime.create_system_default_device)()
     return device
 
 
@@ -227,50 +233,55 @@ _Invoke = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_ulong)
 
 
 class _Registry:
-    """What each live buffer stands on: the owners of a range of memory, by ``(address, nbytes)``.
+    """What each live buffer stands on: ``owners``, by the buffer's token.
 
-    Several buffers may stand on one range; which of their owners goes with which of them does not matter, because
-    each keeps the same memory.
+    Metal tells which buffer is gone by the block that it calls.  A block serves one buffer at a time, and none after
+    one that Metal did not make: whatever may still be called then finds a token without an owner.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.owners: dict[tuple[int, int], list[object]] = {}
-        self.blocks: dict[int, _Block] = {}
-        self._gone: deque[tuple[int, int]] = deque()
+        self.owners: dict[int, object] = {}
+        self.blocks: dict[int, _Block] = {}  # by address, all there ever were
+        self._tokens: dict[int, int] = {}  # of the buffer that each block serves
+        self._idle: dict[int, list[int]] = {}  # blocks that serve none, by their class
+        self._counter = itertools.count()
+        self._gone: deque[int] = deque()
         self._lock = threading.Lock()
         gone, settle = self._gone, self.settle
 
         # Bound to what it needs: while the interpreter ends, the names of this module are gone.
         def invoke(block: int, address: int | None, nbytes: int) -> None:
-            gone.append((address or 0, nbytes))
+            gone.append(block)
             settle()
 
-        self.invoke = _Invoke(invoke)
+        self._callback = _Invoke(invoke)
+        self._invoke = _address(self._callback)
+        self._descriptor = _Descriptor(0, ctypes.sizeof(_Block), _SIGNATURE)
         immortal(self)
         atexit.register(self._retire)
 
-    def block(self, isa: int) -> int:
-        """Address of the one block for a runtime."""
+    def add(self, isa: int, owner: object) -> tuple[int, int]:
         with self._lock:
-            if isa not in self.blocks:
-                descriptor = _Descriptor(0, ctypes.sizeof(_Block), _SIGNATURE)
-                self.blocks[isa] = _Block(
-                    isa,
-                    _IS_GLOBAL | _HAS_SIGNATURE,
-                    0,
-                    _address(self.invoke),
-                    ctypes.pointer(descriptor),
-                )
-            return ctypes.addressof(self.blocks[isa])
-
-    def add(self, key: tuple[int, int], owner: object) -> None:
-        with self._lock:
-            self.owners.setdefault(key, []).append(owner)
+            idle = self._idle.setdefault(isa, [])
+            block = idle.pop() if idle else self._new_block(isa)
+            token = next(self._counter)
+            self._tokens[block] = token
+            self.owners[token] = owner
         self.settle()
+        return token, block
 
-    def remove(self, key: tuple[int, int]) -> None:
-        self._gone.append(key)
+    def _new_block(self, isa: int) -> int:
+        flags = _IS_GLOBAL | _HAS_SIGNATURE
+        block = _Block(isa, flags, 0, None, ctypes.pointer(self._descriptor))
+        address = ctypes.addressof(block)
+        self.blocks[address] = block
+        # Only now, so that at exit either this reads what is right by then, or the block is found and changed.
+        block.invoke = self._invoke
+        return address
+
+    def remove(self, token: int) -> None:
+        self.owners.pop(token, None)
         self.settle()
 
     def settle(self) -> None:
@@ -279,26 +290,26 @@ class _Registry:
         Never waits: a deallocator may run anywhere, also inside this class, when a garbage collection releases a
         buffer.  Whoever holds the lock does the work of those who found it taken.
         """
-        dropped: list[object] = []
+        dropped: list[object] = []  # until the lock is free again: the last owner unmaps the file
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 while self._gone:
-                    key = self._gone.popleft()
-                    owners = self.owners.get(key)
-                    if owners:
-                        dropped.append(owners.pop())
-                    if owners is not None and not owners:
-                        del self.owners[key]
+                    block = self._gone.popleft()
+                    token = self._tokens.pop(block, None)
+                    if token is not None:
+                        dropped.append(self.owners.pop(token, None))
+                        self._idle[self.blocks[block].isa].append(block)
             finally:
                 self._lock.release()
-        # Outside the lock: the last owner unmaps the file.
-        dropped.clear()
 
     def _retire(self) -> None:
-        """From now on dying buffers find a C function that does nothing, instead of an interpreter that has ended."""
-        with self._lock:
-            for block in self.blocks.values():
-                block.invoke = _address(ctypes.pythonapi.Py_IsInitialized)
+        """From now on dying buffers find a C function that does nothing, instead of an interpreter that has ended.
+
+        Takes no lock: in a forked child a thread that is not there may have it.
+        """
+        self._invoke = _address(ctypes.pythonapi.Py_IsInitialized)
+        for block in list(self.blocks.values()):
+            block.invoke = self._invoke
 
 
 @functools.cache
@@ -311,21 +322,18 @@ def first_process() -> int:
     return _registry().pid
 
 
-def deallocator(runtime: Runtime) -> int:
-    """Address of the block to pass as deallocator: it drops what :func:`keep` was given."""
-    return _registry().block(runtime.global_block_class)
+def keep(runtime: Runtime, owner: object) -> tuple[int, int]:
+    """Keep ``owner`` until a buffer is gone: its token, and the address of the block to pass as its deallocator."""
+    return _registry().add(runtime.global_block_class, owner)
 
 
-def keep(address: int, nbytes: int, owner: object) -> None:
-    """Keep ``owner`` until a buffer over this range of memory is gone."""
-    _registry().add((address, nbytes), owner)
+def forget(token: int) -> None:
+    """Undo :func:`keep`: there is no buffer, whether its deallocator was called or not."""
+    _registry().remove(token)
 
 
-def forget(address: int, nbytes: int) -> None:
-    """Undo :func:`keep`: there will be no buffer."""
-    _registry().remove((address, nbytes))
-
-
-def kept(address: int, nbytes: int) -> int:
-    """How many buffers over this range of memory still live, whoever holds them."""
-    return len(_registry().owners.get((address, nbytes), ()))
+def kept(token: int) -> bool:
+    """Whether the buffer still lives, whoever holds it."""
+    registry = _registry()
+    registry.settle()
+    return token in registry.owners

@@ -99,7 +99,14 @@ class Windows:
 
 
 def check_limit(max_buffer_length: int) -> int:
-    """The largest nbytes a window may have: whole pages.  Raises: LimitError below one page."""
+    """The largest nbytes a window may have: whole pages.
+
+    Raises: LimitError below one page; TypeError for what is no whole number.
+    """
+    if not isinstance(max_buffer_length, int | np.integer):
+        raise TypeError(
+            f"max_buffer_length is an int, a number of bytes, not {max_buffer_length!r}"
+        )
     if max_buffer_length < PAGE_NBYTES:
         raise LimitError(
             f"buffers of at most {max_buffer_length} bytes: expected at least one page of {PAGE_NBYTES}",

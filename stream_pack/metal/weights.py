@@ -60,7 +60,7 @@ def open(
     Copies: none.
     Warns: RuntimeWarning when the windows exceed what the device recommends to use at once.
     Raises: MetalUnavailable, TensorTooLarge (naming all that are), AlignmentError, MetalBufferError, LimitError for a
-    ``max_buffer_length`` below one page; and what :func:`stream_pack.open` raises.
+    ``max_buffer_length`` below one page, TypeError for one that is no int; and what :func:`stream_pack.open` raises.
     """
     device = device or Device.default()
     if not device.has_unified_memory and not allow_discrete:
@@ -68,10 +68,9 @@ def open(
             f"{device.name} has memory of its own: it would read every weight over PCIe each time; pass "
             "allow_discrete=True if that will do, or copy the weights into its memory"
         )
-    limit = device.max_buffer_length
+    limit = check_limit(device.max_buffer_length)
     if max_buffer_length is not None:
-        limit = min(limit, max_buffer_length)
-    limit = check_limit(limit)
+        limit = min(limit, check_limit(max_buffer_length))
     if isinstance(source, Pack):
         if (verify, offset, nbytes) != ("never", 0, None):
             raise ValueError(
@@ -116,6 +115,8 @@ class Weights(Mapping[str, MetalView]):
         self._own: weakref.WeakValueDictionary[tuple[int, int], Buffer] = (
             weakref.WeakValueDictionary()
         )
+        # Every buffer made over a range of memory, by its token: another who has opened the pack may have more.
+        self._made: dict[tuple[int, int], list[int]] = {}
         # For messages: the tensors handed out with each range of memory.
         self._users: dict[tuple[int, int], set[int]] = {}
         self._lock = threading.RLock()
@@ -127,7 +128,11 @@ class Weights(Mapping[str, MetalView]):
             self._residency = Residency(device, buffers)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{len(self)} tensors in {len(self._plan)} windows"
+        state = (
+            "closed"
+            if self._closed
+            else f"{len(self._plan.of)} tensors in {len(self._plan)} windows"
+        )
         return f"<Weights {self.pack.path!r}, {state}>"
 
     def _warn_of_working_set(self) -> None:
@@ -172,7 +177,10 @@ class Weights(Mapping[str, MetalView]):
     def _wrap(self, offset: int, nbytes: int, tensors: list[int]) -> Buffer:
         file_offset = self._region_file_offset + offset
         memory = self.pack.memory(file_offset, nbytes, tensors=tensors)
-        return self.device.wrap(memory, memory.ctypes.data, nbytes)
+        buffer = self.device.wrap(memory, memory.ctypes.data, nbytes)
+        made = self._made.setdefault((buffer.address, buffer.nbytes), [])
+        made[:] = [*filter(objc.kept, made), buffer.token]
+        return buffer
 
     def __getitem__(self, name: str) -> MetalView:
         """Raises: UnknownTensorError, which is a KeyError; ChecksumError when opened with ``verify="lazy"``."""
@@ -232,6 +240,7 @@ class Weights(Mapping[str, MetalView]):
         return name in self.pack
 
     def __len__(self) -> int:
+        self._require_open()
         return len(self._plan.of)
 
     def __iter__(self) -> Iterator[str]:
@@ -241,8 +250,8 @@ class Weights(Mapping[str, MetalView]):
     def close(self) -> None:
         """Let the buffers go and unmap the file.  Nothing happens when already closed.
 
-        Raises: MappingInUse, which names the tensors, while any MTLBuffer over their memory lives: a view, a command
-        buffer in flight, or another library may hold it.  The weights stay open then, without their residency.
+        Raises: MappingInUse, which names the tensors, while any MTLBuffer lives that was handed out here: a view, a
+        command buffer in flight, or another library may hold it.  The weights stay open then, without their residency.
         """
         if self._closed:
             return
@@ -250,7 +259,8 @@ class Weights(Mapping[str, MetalView]):
         self._end_residency()
         with self._lock:
             self._windows.clear()
-            live = [key for key in self._users if objc.kept(*key)]
+            # A copy: another thread may be handed out a tensor meanwhile.
+            live = [key for key in list(self._users) if any(map(objc.kept, self._made[key]))]
             if live:
                 raise self._in_use(live)
             if self._owns_pack:

@@ -16,6 +16,8 @@ from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import TensorTooLarge
 from stream_pack.layout import Policy, plan
 from stream_pack.metal import Device
+from stream_pack.metal.plan import plan_metal
+from stream_pack.metal.rules import IOS_HINT
 from tests.metal.standin import StandIn
 from tests.support.memory import anonymous_nbytes, needs_proc
 from tests.support.smaps import mapped_file
@@ -64,6 +66,13 @@ def test_a_tensor_of_six_gib_is_bound_whole_and_in_place(sparse: Path) -> None:
         assert entry.nbytes > 8 * GIB
         assert entry.anonymous == 0
     assert anonymous_nbytes() - before < 4 * MIB
+
+
+def test_the_plan_warns_of_what_old_systems_and_phones_cannot_do(sparse: Path) -> None:
+    with stream_pack.open(sparse) as pack:
+        plan = plan_metal(pack, max_buffer_length=8 * GIB)
+    assert plan.warnings == ("4 GiB or more: MPS aborts before macOS 15 (wide)", IOS_HINT)
+    assert "working set: 8.00 GiB (Macs recommend" in plan.to_text()
 
 
 def test_it_is_refused_where_buffers_are_shorter_by_one_page(sparse: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,16 @@ from stream_pack.metal.device import Device
 from stream_pack.metal.objc import Runtime
 from tests.metal.standin import StandIn
 
-__all__ = ["KINDS", "Bench", "c_bench", "compiler", "native_bench", "python_bench"]
+__all__ = [
+    "KINDS",
+    "Bench",
+    "c_bench",
+    "c_library",
+    "compiler",
+    "gone",
+    "native_bench",
+    "python_bench",
+]
 
 KINDS = ("python", "c", "native") if sys.platform == "darwin" else ("python", "c")
 
@@ -47,19 +58,35 @@ def native_bench() -> Bench:
     return Bench("native", objc.native(), lambda: None, lambda: None, list)
 
 
+def gone(bench: Bench, *tokens: int) -> bool:
+    """Whether these buffers are gone.  Of a real driver nobody can tell when it is done, so it gets ten seconds."""
+    gc.collect()
+    bench.wait()
+    for _ in range(1000 if bench.kind == "native" else 1):
+        if not any(map(objc.kept, tokens)):
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def compiler() -> str | None:
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def c_bench(folder: Path) -> Bench:
-    """Compiles the stand-in, of which there is one in a process."""
+    """The stand-in, of which there is one in a process."""
+    return load_c(c_library(folder))
+
+
+def c_library(folder: Path) -> Path:
+    """Compiles it, the first time."""
     library = folder / "standin.so"
     if not library.exists():
         source = Path(__file__).with_name("standin.c")
         flags = ("-shared", "-fPIC", "-O1", "-pthread")
         command = [compiler() or "cc", *flags, "-o", str(library), str(source)]
         subprocess.run(command, check=True)
-    return load_c(library)
+    return library
 
 
 def load_c(library: Path) -> Bench:

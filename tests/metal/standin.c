@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct { void *isa; int flags, reserved; void (*invoke)(void *, void *, unsigned long); } Block;
 typedef struct { atomic_long references; void *pointer; unsigned long nbytes; Block *block; } Object;
@@ -40,6 +41,30 @@ void standin_wait(void) {
     pthread_mutex_unlock(&lock);
 }
 
+static void release(Object *buffer);
+
+long standin_release_and_wait(Object *buffer, long milliseconds) {  // how many are still not gone then
+    struct timespec until;
+    long left;
+    release(buffer);
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += milliseconds / 1000;
+    until.tv_nsec += milliseconds % 1000 * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000, until.tv_nsec %= 1000000000;
+    pthread_mutex_lock(&lock);
+    while (pending && !pthread_cond_timedwait(&settled, &lock, &until)) {}
+    left = pending;
+    pthread_mutex_unlock(&lock);
+    return left;
+}
+
+int standin_translated;  // by Rosetta; -1: a Mac that never heard of it
+int sysctlbyname(const char *name, void *value, size_t *nbytes, void *new_value, size_t new_nbytes) {
+    if (strcmp(name, "sysctl.proc_translated") || *nbytes != sizeof(int) || new_value || new_nbytes) return -1;
+    *(int *)value = standin_translated;
+    return standin_translated < 0 ? -1 : 0;
+}
+
 static Object *held;
 static long releases_before;
 static void at_exit(void) {
@@ -59,6 +84,18 @@ static Object *make(void *pointer, unsigned long nbytes, Block *block) {
     *buffer = (Object){1, pointer, nbytes, block};
     standin_live++;
     return buffer;
+}
+
+static void release(Object *buffer) {
+    standin_releases++;
+    if (buffer != &device && buffer != &any && --buffer->references == 0) {
+        pthread_t thread;
+        pthread_mutex_lock(&lock);
+        pending++;
+        pthread_mutex_unlock(&lock);
+        pthread_create(&thread, NULL, die, buffer);
+        pthread_detach(thread);
+    }
 }
 
 void *objc_getClass(const char *name) { (void)name; return &any; }
@@ -81,15 +118,7 @@ uintptr_t objc_msgSend(Object *self, const char *selector, uintptr_t a, uintptr_
     if (IS("copyFromBuffer:sourceOffset:toBuffer:destinationOffset:size:"))
         memcpy((char *)((Object *)c)->pointer + d, (char *)((Object *)a)->pointer + b, e);
     if (IS("retain")) self->references++;
-    if (IS("release")) standin_releases++;
-    if (IS("release") && self != &device && self != &any && --self->references == 0) {
-        pthread_t thread;
-        pthread_mutex_lock(&lock);
-        pending++;
-        pthread_mutex_unlock(&lock);
-        pthread_create(&thread, NULL, die, self);
-        pthread_detach(thread);
-    }
+    if (IS("release")) release(self);
     if (IS("contents")) return (uintptr_t)self->pointer;
     if (IS("length")) return self->nbytes;
     if (IS("maxBufferLength")) return standin_limit;

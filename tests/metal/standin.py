@@ -71,7 +71,7 @@ class Object:
 
 
 class StandIn:
-    """One device.  ``nil``: it makes no buffers.  Units: bytes."""
+    """One device.  ``nil``: it makes no buffers; ``deallocates``: but calls their deallocators.  Units: bytes."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class StandIn:
         macos: int = 15,
         translated: bool = False,
         nil: bool = False,
+        deallocates: bool = False,
     ) -> None:
         self.max_buffer_length = max_buffer_length
         self.working_set = working_set
@@ -91,9 +92,11 @@ class StandIn:
         self.families = families
         self.macos = macos
         self.nil = nil
+        self.deallocates = deallocates
         self.calls: list[str] = []
         self.violations: list[str] = []
         self.resident: list[int] = []
+        self.requested: list[int] = []
         self._objects: dict[int, Object] = {}
         self._pools: list[list[int]] = [[]]
         self._selectors: dict[int, str] = {}
@@ -105,7 +108,12 @@ class StandIn:
         send = ctypes.CFUNCTYPE(identity, *[c_void_p] * 8)(self._send)
         register = ctypes.CFUNCTYPE(identity, c_char_p)(self._register)
         get_class = ctypes.CFUNCTYPE(identity, c_char_p)(self._get_class)
-        create = ctypes.CFUNCTYPE(identity)(lambda: self._new("device") if device else None)
+
+        def new_device() -> int | None:
+            self._autoreleased("string")
+            return self._new("device") if device else None
+
+        create = ctypes.CFUNCTYPE(identity)(new_device)
         # Whoever has the addresses may call: like the real one, it is there as long as the process.
         _ALL.append(self)
         self._functions = (send, register, get_class, create)
@@ -153,6 +161,9 @@ class StandIn:
         return pointer
 
     def _autoreleased(self, kind: str) -> int:
+        """Whatever works inside Metal may autorelease something."""
+        if len(self._pools) == 1:
+            self.violations.append(f"a {kind} autoreleased where there is no pool, so it leaks")
         pointer = self._new(kind)
         self._pools[-1].append(pointer)
         return pointer
@@ -203,6 +214,9 @@ class StandIn:
             if applies
         ]
         self.violations += wrong
+        self._autoreleased("string")
+        if self.nil and self.deallocates:
+            Invoke(Block.from_address(block).invoke)(block, address, nbytes)
         if wrong or self.nil:
             return None
         pointer = self._new("buffer")
@@ -273,6 +287,13 @@ class StandIn:
             self.release(pointer)
         self.release(receiver)
 
+    def _residency_set(self, *_: int) -> int:
+        self._autoreleased("string")
+        return self._new("residency set")
+
+    def _request(self, *_: int) -> None:
+        self.requested = list(self.resident)
+
     def _responds(self, _: int, selector: int, *__: int) -> int:
         since = {"newResidencySetWithDescriptor:error:": 15}
         return int(self.macos >= since.get(self._selectors[selector], 0))
@@ -317,11 +338,11 @@ _HANDLERS: dict[str, Callable[..., int | None]] = {
     "newBufferWithBytesNoCopy:length:options:deallocator:": lambda self, *words: self._wrap(*words),
     "newBufferWithLength:options:": StandIn._allocate,
     "newCommandQueue": lambda self, *_: self._new("command queue"),
-    "newResidencySetWithDescriptor:error:": lambda self, *_: self._new("residency set"),
+    "newResidencySetWithDescriptor:error:": StandIn._residency_set,
     "recommendedMaxWorkingSetSize": lambda self, *_: self.working_set,
     "release": lambda self, receiver, *_: self.release(receiver),
     "removeAllAllocations": StandIn._remove_all,
-    "requestResidency": lambda self, *_: None,
+    "requestResidency": StandIn._request,
     "respondsToSelector:": StandIn._responds,
     "retain": lambda self, receiver, *_: self.retain(receiver) or receiver,
     "status": lambda self, *_: COMPLETED,

@@ -6,7 +6,6 @@ On a Mac this is the proof that the GPU reads the mapped file; on the stand-ins,
 from __future__ import annotations
 
 import ctypes
-import gc
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 import stream_pack
 from stream_pack.metal import Device, MetalView, Residency, objc
 from stream_pack.metal.objc import MESSAGES, Messages
-from tests.metal.bench import KINDS, Bench
+from tests.metal.bench import KINDS, Bench, gone
 from tests.metal.standin import BLIT_MESSAGES
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -111,13 +110,11 @@ def test_the_deallocator_is_called_after_the_gpu_has_used_the_buffer(
     with stream_pack.metal.open(pack_path, device=device) as weights:
         window = weights.windows[0]
         gpu.copy(weights["head"])
-    key = (window.address, window.nbytes)
-    assert objc.kept(*key) == 1
+    token = window.token
+    assert objc.kept(token)
     del window, weights
     gpu.close()
-    gc.collect()
-    bench.wait()
-    assert objc.kept(*key) == 0
+    assert gone(bench, token)
 
 
 @pytest.mark.parametrize("bench", [kind for kind in KINDS if kind != "c"], indirect=True)

@@ -78,21 +78,23 @@ def weights(standin: StandIn, pack_path: Path) -> Iterator[Weights]:
 
 
 @pytest.fixture
-def mlx(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What mlx.core.from_dlpack was given."""
-    given: list[Any] = []
+def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DLManagedTensor]]:
+    """What mlx.core.from_dlpack has taken, and has not given back."""
+    taken: list[DLManagedTensor] = []
     core = ModuleType("mlx.core")
 
     def from_dlpack(producer: Any, *, copy: bool | None) -> object:
         assert copy is False
         assert producer.__dlpack_device__() == (8, 0)
-        given.append(producer.__dlpack__(stream=None, dl_device=(8, 0), copy=False))
+        taken.append(take(producer.__dlpack__(stream=None, dl_device=(8, 0), copy=False)))
         return SimpleNamespace(reshape=lambda shape: ("reshaped", shape))
 
     core.from_dlpack = from_dlpack  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
     monkeypatch.setitem(sys.modules, "mlx.core", core)
-    return given
+    yield taken
+    for tensor in taken:
+        Deleter(tensor.deleter)(ctypes.addressof(tensor))
 
 
 @pytest.mark.parametrize(
@@ -106,14 +108,14 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
 )
 def test_a_capsule_says_which_buffer_and_where_in_it(
-    weights: Weights, mlx: list[Any], arrays: Arrays, name: str, code: int, bits: int,
+    weights: Weights, mlx: list[DLManagedTensor], arrays: Arrays, name: str, code: int, bits: int,
     shape: list[int], strides: list[int],
 ) -> None:  # fmt: skip
     view = weights[name]
     array = interop.to_mlx(view)
     if not arrays[name].shape:
         assert array == ("reshaped", ())
-    tensor = take(mlx[0]).tensor
+    tensor = mlx[0].tensor
     assert tensor.data == view.buffer.pointer
     assert (tensor.device_type, tensor.device_id) == (8, 0)
     assert (tensor.code, tensor.bits, tensor.lanes) == (code, bits, 1)
@@ -124,10 +126,10 @@ def test_a_capsule_says_which_buffer_and_where_in_it(
 
 
 def test_who_takes_a_capsule_keeps_the_buffer_until_its_deleter_is_called(
-    standin: StandIn, weights: Weights, mlx: list[Any]
+    standin: StandIn, weights: Weights, mlx: list[DLManagedTensor]
 ) -> None:
     interop.to_mlx(weights["head"])
-    taken = take(mlx.pop())
+    taken = mlx.pop()
     weights.__exit__(None, None, None)
     gc.collect()
     assert standin.live() == 1
@@ -135,24 +137,44 @@ def test_who_takes_a_capsule_keeps_the_buffer_until_its_deleter_is_called(
     assert standin.live() == 0
 
 
-def test_a_capsule_that_nobody_takes_lets_the_buffer_go(
-    standin: StandIn, weights: Weights, mlx: list[Any]
+def test_a_capsule_that_nobody_took_lets_the_buffer_go_and_cannot_be_taken_later(
+    standin: StandIn, weights: Weights
 ) -> None:
-    interop.to_mlx(weights["head"])
-    weights.__exit__(None, None, None)
-    assert standin.live() == 1
-    mlx.clear()
-    gc.collect()
+    with interop._lent().capsule(weights["head"]) as capsule:
+        weights.__exit__(None, None, None)
+        assert standin.live() == 1
+    assert standin.live() == 0
+    with pytest.raises(ValueError, match="incorrect name"):
+        take(capsule)
+
+
+def test_a_library_that_refuses_a_capsule_says_why_and_keeps_nothing(
+    standin: StandIn, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # NumPy drops the capsule while its error is on its way.
+    monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
+    core = SimpleNamespace(from_dlpack=lambda producer, *, copy: np.from_dlpack(producer))
+    monkeypatch.setitem(sys.modules, "mlx.core", core)
+    before = dict(interop._lent().buffers)
+    with pytest.raises((BufferError, RuntimeError), match="(?i)device"):
+        interop.to_mlx(weights["head"])
+    assert interop._lent().buffers == before
+    weights.close()
     assert standin.live() == 0
 
 
-def test_a_copy_is_not_what_is_lent(weights: Weights) -> None:
-    with pytest.raises(BufferError, match="in place"):
-        interop._Producer(weights["head"]).__dlpack__(copy=True)
+def test_a_copy_is_not_what_is_lent_nor_is_memory_of_the_cpus(weights: Weights) -> None:
+    with interop._lent().capsule(weights["head"]) as capsule:
+        producer = interop._Producer(capsule)
+        with pytest.raises(BufferError, match="in place"):
+            producer.__dlpack__(copy=True)
+        with pytest.raises(BufferError, match=r"on \(8, 0\), not on \(1, 0\)"):
+            producer.__dlpack__(dl_device=(1, 0))
+        assert producer.__dlpack__(dl_device=(8, 0)) is capsule
 
 
 def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(
-    standin: StandIn, tmp_path: Path, mlx: list[Any]
+    standin: StandIn, tmp_path: Path, mlx: list[DLManagedTensor]
 ) -> None:
     stream_pack.save_file({"w": np.ones(3)}, tmp_path / "p")
     device = Device.default(standin.runtime)
@@ -163,7 +185,9 @@ def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(
     assert mlx == []
 
 
-def test_a_tensor_without_bytes_cannot_be_an_mlx_array(weights: Weights, mlx: list[Any]) -> None:
+def test_a_tensor_without_bytes_cannot_be_an_mlx_array(
+    weights: Weights, mlx: list[DLManagedTensor]
+) -> None:
     with pytest.raises(MetalBufferError, match="has no bytes"):
         interop.to_mlx(weights["empty"])
 
@@ -177,6 +201,24 @@ def test_a_torch_that_ignores_byte_offset_is_found_out(
     monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda capsule: torch.zeros(37))
     with pytest.raises(MetalUnavailable, match=r"torch 2\.10 or later, or view.own_buffer"):
         interop.to_torch(weights["bias"])
+
+
+def test_a_tensor_without_dims_or_bytes_has_its_shape_in_torch_too(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    # Stand-ins on the CPU: reshaping, and a tensor without bytes, take a real device.
+    view = weights["scale"]
+    memory = torch.empty(view.offset // 4 + 1)
+    made = memory[-1:]
+    assert made.storage_offset() * 4 == view.offset > 0
+    monkeypatch.setattr(torch.utils.dlpack, "from_dlpack", lambda capsule: made)
+    assert interop.to_torch(view).shape == ()
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "empty", lambda shape, **how: asked.append({"shape": shape, **how}))
+    interop.to_torch(weights["empty"])
+    assert asked == [{"shape": (0, 7), "dtype": torch.float32, "device": "mps"}]
 
 
 TORCH = """
@@ -200,11 +242,24 @@ with stream_pack.metal.open(sys.argv[1], device=Device.default(standin.runtime))
             assert tensor.is_contiguous()
             with stream_pack.open(sys.argv[1]) as pack:
                 assert tensor.dtype == pack[name].torch().dtype
+    # A temporary goes while an exception is on its way.
+    try:
+        print(interop.to_torch(view), 1 / 0)
+    except ZeroDivisionError as error:
+        assert error.__context__ is None
     del tensor, view
 del weights
 gc.collect()
 assert standin.live() == 1
+# Another tensor on the same storage, whose Python object is collected with a cycle.
+other = tensors["head"].detach()
+cycle = [other.untyped_storage()]
+cycle.append(cycle)
+del cycle
 tensors.clear()
+gc.collect()
+assert standin.live() == 1
+del other
 gc.collect()
 assert standin.live() == 0, standin.live()
 assert standin.violations == []
@@ -238,7 +293,8 @@ def at_last():  # registered first, so it runs last
 atexit.register(at_last)
 standin = StandIn()
 weights = stream_pack.metal.open(sys.argv[1], device=Device.default(standin.runtime))
-taken = take(interop._lent().capsule(weights["head"]))
+with interop._lent().capsule(weights["head"]) as capsule:
+    taken = take(capsule)
 """
 
 
@@ -285,6 +341,15 @@ def test_a_graph_is_fed_a_buffer_that_begins_with_the_tensor(
     assert pyobjc == [(("pyobjc", own.pointer), [260, 2048], 0x1000_0020)]
     with pytest.raises(AlignmentError, match="'bias'"):
         interop.mps_graph_feed(weights["bias"])
+
+
+def test_a_graph_is_fed_a_tensor_without_dims_as_one_element(
+    standin: StandIn, tmp_path: Path, pyobjc: list[tuple[object, ...]]
+) -> None:
+    stream_pack.save_file({"scale": np.array(2.5, np.float32)}, tmp_path / "p")
+    with stream_pack.metal.open(tmp_path / "p", device=Device.default(standin.runtime)) as weights:
+        interop.mps_graph_feed(weights["scale"])
+    assert pyobjc[0][1:] == ([1], 0x1000_0020)
 
 
 def test_a_device_of_pyobjc_is_used_as_it_is(
@@ -335,6 +400,7 @@ def test_torch_on_a_mac_reads_what_the_cpu_reads(bench: Bench, pack_path: Path) 
 
 
 @mac_only
+@pytest.mark.filterwarnings("default")  # another library's warnings are not ours
 def test_mlx_on_a_mac_reads_what_the_cpu_reads(
     bench: Bench, pack_path: Path, arrays: Arrays
 ) -> None:
@@ -345,6 +411,7 @@ def test_mlx_on_a_mac_reads_what_the_cpu_reads(
 
 
 @mac_only
+@pytest.mark.filterwarnings("default")
 def test_pyobjc_on_a_mac_sees_the_same_buffer(bench: Bench, pack_path: Path) -> None:
     native(bench, "Metal")
     with stream_pack.metal.open(pack_path, device=bench.device()) as weights:

@@ -1,23 +1,27 @@
-"""The Objective-C runtime through C: messages, the one block, and what it keeps alive."""
+"""The Objective-C runtime through C: messages, blocks, and what they keep alive."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import select
+import signal
 import struct
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from ctypes import c_bool, c_long, c_ulong, c_void_p
+from ctypes import c_bool, c_int, c_long, c_ulong, c_void_p
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import stream_pack.metal
 from stream_pack.errors import MetalUnavailable
 from stream_pack.metal import objc
 from stream_pack.metal.objc import MESSAGES, Messages
+from tests.metal.bench import c_bench, c_library, compiler
 from tests.metal.standin import Block, Invoke, StandIn
 
 
@@ -25,113 +29,247 @@ class Owner:
     """Something whose end can be watched."""
 
 
-def dies(standin: StandIn, address: int, nbytes: int) -> None:
-    """A buffer over this range is gone, says Metal."""
-    block = objc.deallocator(standin.runtime)
-    Invoke(Block.from_address(block).invoke)(block, address, nbytes)
+def dies(block: int) -> None:
+    """The buffer that this block serves is gone, says Metal."""
+    Invoke(Block.from_address(block).invoke)(block, 0x4000, 16)
 
 
 def test_the_block_is_a_global_one_of_32_bytes_with_its_signature(standin: StandIn) -> None:
-    block = Block.from_address(objc.deallocator(standin.runtime))
+    token, address = objc.keep(standin.runtime, Owner())
+    block = Block.from_address(address)
     assert block.isa == standin.runtime.global_block_class
     assert block.flags == 0x5000_0000
     assert block.descriptor.contents.reserved == 0
     assert block.descriptor.contents.nbytes == 32
     assert block.descriptor.contents.signature == b"v24@?0^v8Q16"
+    objc.forget(token)
 
 
-def test_there_is_one_block_for_a_runtime_for_ever(standin: StandIn) -> None:
-    block = objc.deallocator(standin.runtime)
-    gc.collect()
-    assert objc.deallocator(standin.runtime) == block
-    assert objc.deallocator(StandIn().runtime) != block
+def test_a_block_serves_one_live_buffer_of_one_runtime_and_is_used_again(standin: StandIn) -> None:
+    _, first = objc.keep(standin.runtime, Owner())
+    _, second = objc.keep(standin.runtime, Owner())
+    assert first != second
+    dies(first)
+    _, elsewhere = objc.keep(StandIn().runtime, Owner())
+    _, third = objc.keep(standin.runtime, Owner())
+    assert third == first != elsewhere
+    for block in (second, third, elsewhere):
+        dies(block)
 
 
 def test_an_owner_is_kept_until_its_buffer_is_gone(standin: StandIn) -> None:
     owner = Owner()
     watched = weakref.ref(owner)
-    objc.keep(0x4000, 16, owner)
+    token, block = objc.keep(standin.runtime, owner)
+    other_token, other = objc.keep(standin.runtime, owner)
     del owner
+    dies(other)
+    assert (objc.kept(token), objc.kept(other_token)) == (True, False)
     assert watched() is not None
-    dies(standin, 0x4000, 32)
-    dies(standin, 0x8000, 16)
-    assert watched() is not None
-    dies(standin, 0x4000, 16)
+    dies(block)
     assert watched() is None
-    assert objc.kept(0x4000, 16) == 0
+    assert not objc.kept(token)
 
 
-def test_buffers_over_one_range_are_counted(standin: StandIn) -> None:
-    for _ in range(3):
-        objc.keep(0x4000, 16, Owner())
-    for left in (2, 1, 0, 0):
-        dies(standin, 0x4000, 16)
-        assert objc.kept(0x4000, 16) == left
+@pytest.mark.parametrize("called", ["never", "before", "after"])
+def test_of_a_buffer_that_was_not_made_nothing_is_kept_whether_its_deallocator_is_called_or_not(
+    standin: StandIn, called: str
+) -> None:
+    lost = Owner()
+    watched = weakref.ref(lost)
+    token, block = objc.keep(standin.runtime, lost)
+    del lost
+    if called == "before":
+        dies(block)
+    live, other = objc.keep(standin.runtime, Owner())  # may have got the block
+    objc.forget(token)
+    assert watched() is None
+    later, another = objc.keep(standin.runtime, Owner())
+    if called == "after":
+        dies(block)
+    assert objc.kept(live)
+    assert objc.kept(later)
+    dies(other)
+    dies(another)
 
 
 def test_an_owner_is_dropped_on_the_thread_that_the_driver_happens_to_use(standin: StandIn) -> None:
     threads: list[threading.Thread] = []
     owner = Owner()
     weakref.finalize(owner, lambda: threads.append(threading.current_thread()))
-    objc.keep(0x4000, 16, owner)
+    _, block = objc.keep(standin.runtime, owner)
     del owner
-    driver = threading.Thread(target=dies, args=(standin, 0x4000, 16))
+    driver = threading.Thread(target=dies, args=(block,))
     driver.start()
     driver.join()
     assert threads == [driver]
 
 
-def test_a_deallocator_never_waits_for_whoever_is_at_work_in_the_registry(standin: StandIn) -> None:
+@pytest.mark.parametrize("settled_by", ["keep", "forget", "kept"])
+def test_a_deallocator_never_waits_for_whoever_is_at_work_in_the_registry(
+    standin: StandIn, settled_by: str
+) -> None:
     # It may interrupt its own thread there, when a collection drops a buffer: waiting would be for ever.
     registry = objc._registry()
     owner = Owner()
     watched = weakref.ref(owner)
-    objc.keep(0x4000, 16, owner)
+    token, block = objc.keep(standin.runtime, owner)
+    other, _ = objc.keep(standin.runtime, Owner())
     del owner
-    block = objc.deallocator(standin.runtime)
     with registry._lock:
-        Invoke(Block.from_address(block).invoke)(block, 0x4000, 16)
+        dies(block)
         assert watched() is not None
-    objc.keep(0x8000, 16, Owner())
+    if settled_by == "keep":
+        objc.forget(objc.keep(standin.runtime, Owner())[0])
+    elif settled_by == "kept":
+        assert not objc.kept(token)
+    objc.forget(other)
     assert watched() is None
-    objc.forget(0x8000, 16)
+
+
+def test_a_buffer_that_dies_while_the_lock_is_given_back_is_not_forgotten(
+    standin: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry = objc._registry()
+    owner = Owner()
+    watched = weakref.ref(owner)
+    _, first = objc.keep(standin.runtime, Owner())
+    _, second = objc.keep(standin.runtime, owner)
+    del owner
+    lock = threading.Lock()
+
+    class Late:
+        """A lock whose holder is interrupted when all is done, and it still holds it."""
+
+        def acquire(self, blocking: bool) -> bool:
+            return lock.acquire(blocking)
+
+        def release(self) -> None:
+            if second in registry._tokens:
+                dies(second)
+            lock.release()
+
+    monkeypatch.setattr(registry, "_lock", Late())
+    dies(first)
+    assert watched() is None
 
 
 def test_an_owner_that_drops_other_buffers_while_it_goes_drops_them_all(standin: StandIn) -> None:
     class Chain:
-        def __init__(self, nexts: int) -> None:
-            self.nexts = nexts
+        def __init__(self, next_block: int | None) -> None:
+            self.next_block = next_block
 
         def __del__(self) -> None:
-            if self.nexts:
-                dies(standin, 0x4000 * self.nexts, 16)
+            if self.next_block is not None:
+                dies(self.next_block)
 
-    for nexts in range(5):
-        objc.keep(0x4000 * (nexts + 1), 16, Chain(nexts))
-    dies(standin, 0x4000 * 5, 16)
-    assert [objc.kept(0x4000 * (n + 1), 16) for n in range(5)] == [0] * 5
+    tokens: list[int] = []
+    block: int | None = None
+    for _ in range(5):
+        token, block = objc.keep(standin.runtime, Chain(block))
+        tokens.append(token)
+    assert block is not None
+    dies(block)
+    assert not any(map(objc.kept, tokens))
 
 
 def test_many_threads_keep_and_drop_without_losing_one(standin: StandIn) -> None:
     gone: list[int] = []
+    before = len(objc._registry().owners)
 
-    def work(thread: int) -> None:
+    def work() -> None:
         for number in range(300):
             owner = Owner()
             weakref.finalize(owner, gone.append, number)
-            objc.keep(0x4000 * (number % 3), 16, owner)
+            _, block = objc.keep(standin.runtime, owner)
             del owner
-            dies(standin, 0x4000 * (number % 3), 16)
+            dies(block)
 
-    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(8)]
+    threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    objc.keep(1, 1, Owner())
-    objc.forget(1, 1)
+    objc.kept(0)  # settles
     assert len(gone) == 8 * 300
-    assert [objc.kept(0x4000 * n, 16) for n in range(3)] == [0, 0, 0]
+    assert len(objc._registry().owners) == before
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_ends_though_another_thread_held_the_registry(standin: StandIn) -> None:
+    registry = objc._registry()
+    _, block = objc.keep(standin.runtime, Owner())
+    with registry._lock:  # as a thread of the parent's may, which the child does not have
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # a child that waits is killed
+            registry._retire()
+            nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
+            os._exit(Block.from_address(block).invoke == nothing)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    dies(block)
+
+
+@pytest.fixture
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    if compiler() is None:
+        pytest.skip("no C compiler to build the stand-in with")
+    return str(c_library(tmp_path_factory.getbasetemp()))
+
+
+@pytest.mark.parametrize(
+    ("loader", "milliseconds", "left"), [(ctypes.CDLL, 60_000, 0), (ctypes.PyDLL, 50, 1)]
+)
+def test_a_deallocator_waits_for_pythons_lock_so_nobody_may_hold_it_and_wait_for_the_gpu(
+    library: str, tmp_path_factory: pytest.TempPathFactory, pack_path: Path,
+    loader: type[ctypes.CDLL], milliseconds: int, left: int,
+) -> None:  # fmt: skip
+    # CDLL gives the lock away while it is in C, PyDLL keeps it, as torch.mps.synchronize() does.
+    bench = c_bench(tmp_path_factory.getbasetemp())
+    weights = stream_pack.metal.open(pack_path, device=bench.device())
+    window = weights.windows[0]
+    token, in_flight = window.token, c_void_p(window.pointer)
+    ctypes.CDLL(library).objc_msgSend(in_flight, b"retain")
+    del window
+    weights.__exit__(None, None, None)
+    assert objc.kept(token)
+    release_and_wait = loader(library).standin_release_and_wait
+    release_and_wait.restype = c_long
+    assert release_and_wait(in_flight, c_long(milliseconds)) == left
+    bench.wait()
+    assert not objc.kept(token)
+
+
+@pytest.mark.parametrize(("translated", "expected"), [(-1, False), (0, False), (1, True)])
+def test_the_runtime_of_a_mac_is_found_in_its_libraries_with_coregraphics_loaded_first(
+    library: str, monkeypatch: pytest.MonkeyPatch, translated: int, expected: bool
+) -> None:
+    standin = ctypes.CDLL(library)
+    c_int.in_dll(standin, "standin_translated").value = translated
+    loaded: list[str] = []
+
+    def load(path: str) -> ctypes.CDLL:
+        loaded.append(path)
+        return standin
+
+    monkeypatch.setattr(objc, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    runtime = objc.native.__wrapped__()
+    frameworks = "/System/Library/Frameworks"
+    assert loaded[:2] == [
+        f"{frameworks}/CoreGraphics.framework/CoreGraphics",
+        f"{frameworks}/Metal.framework/Metal",
+    ]
+    assert set(loaded[2:]) == {"/usr/lib/libobjc.A.dylib", "/usr/lib/libSystem.B.dylib"}
+    assert runtime.translated is expected
+    assert runtime.global_block_class == ctypes.addressof(
+        c_void_p.in_dll(standin, "_NSConcreteGlobalBlock")
+    )
+    messages = Messages(runtime, MESSAGES)
+    device = objc.default_device(runtime, messages)
+    assert device is not None
+    assert objc.string_at(messages, messages.send(device, "name")) == "Stand-in in C"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,12 @@ def test_a_limit_below_one_page_is_refused() -> None:
         check_limit(PAGE - 1)
 
 
+def test_a_limit_is_a_whole_number() -> None:
+    assert check_limit(np.int64(3 * PAGE)) == 3 * PAGE  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"an int, a number of bytes, not 3500000000\.0"):
+        check_limit(3.5e9)  # type: ignore[arg-type]
+
+
 def test_llama_3_8b_takes_five_windows_at_three_and_a_half_gib_and_one_at_sixteen() -> None:
     # Its 291 tensors in bf16, 16.06 GB, in the order of its own files; all but the norms start at pages.
     layer = [4096 * 4096, 1024 * 4096, 1024 * 4096, 4096 * 4096, *[14336 * 4096] * 3, 4096, 4096]
@@ -228,6 +234,13 @@ def test_what_the_documentation_forbids_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(error, match=message):
         check_range(address, nbytes, **RANGE)  # type: ignore[arg-type]
+
+
+def test_a_device_whose_limit_is_no_whole_number_of_pages_has_no_buffer_beyond_it() -> None:
+    limits = {**RANGE, "max_buffer_length": 8 * PAGE - 1}
+    check_range(4 * PAGE, 7 * PAGE, **limits)  # type: ignore[arg-type]
+    with pytest.raises(MetalBufferError, match="the device allows 131071"):
+        check_range(4 * PAGE, 8 * PAGE, **limits)  # type: ignore[arg-type]
 
 
 def test_pages_of_4096_bytes_are_enough_where_the_machine_has_them() -> None:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import stream_pack
+from stream_pack.align import Alignment
 from stream_pack.errors import (
     AlignmentError,
     ChecksumError,
@@ -30,8 +32,8 @@ from stream_pack.errors import (
     UnknownTensorError,
     UnsupportedDtype,
 )
-from stream_pack.metal import Buffer, Device, MetalView, Weights, objc
-from tests.metal.bench import Bench
+from stream_pack.metal import Device, MetalView, Weights, objc
+from tests.metal.bench import Bench, gone
 from tests.metal.standin import StandIn
 from tests.support.smaps import mapped_file
 
@@ -84,6 +86,18 @@ def test_tied_tensors_and_parts_of_others_stand_where_those_stand(
         assert weights["same"].offset == weights["whole"].offset
         assert weights["rows"].offset == weights["whole"].offset + MIB
         assert bytes_at(weights["rows"]) == whole[256:].tobytes()
+
+
+def test_however_closely_packed_every_offset_suits_the_largest_element(
+    standin: StandIn, tmp_path: Path
+) -> None:
+    # Device space wants the alignment of the element: 16 bytes at most.
+    arrays = {f"t{n}": np.arange(n, dtype=np.uint8) for n in range(1, 40)}
+    path = tmp_path / "close.pack"
+    stream_pack.save_file(arrays, path, alignment=Alignment(small=16))
+    with on(standin, path) as weights:
+        assert {view.offset % 16 for view in weights.values()} == {0}
+        assert {view.offset % 256 for view in weights.values()} > {0}
 
 
 @needs_smaps
@@ -175,6 +189,8 @@ def test_the_limit_of_the_device_counts_as_well_as_that_of_the_caller(pack_path:
         assert len(weights.windows) == 2
     with pytest.raises(LimitError, match="at least one page"):
         on(standin, pack_path, max_buffer_length=4096)
+    with pytest.raises(TypeError, match=r"a number of bytes, not 3500000000\.0"):
+        on(standin, pack_path, max_buffer_length=3.5e9)
 
 
 def test_a_gpu_with_memory_of_its_own_is_refused_unless_asked_for(pack_path: Path) -> None:
@@ -269,16 +285,6 @@ def test_what_belongs_to_opening_a_file_is_refused_beside_an_open_pack(
 # Lifetime.
 
 
-def gone(bench: Bench, *buffers: tuple[int, int]) -> bool:
-    gc.collect()
-    bench.wait()
-    return all(objc.kept(*buffer) == 0 for buffer in buffers)
-
-
-def key(buffer: Buffer) -> tuple[int, int]:
-    return buffer.address, buffer.nbytes
-
-
 @needs_smaps
 def test_leaving_the_block_unmaps_when_nobody_has_a_buffer(
     bench: Bench, tmp_path: Path, pack_path: Path
@@ -286,13 +292,16 @@ def test_leaving_the_block_unmaps_when_nobody_has_a_buffer(
     path = tmp_path / "own.pack"
     path.write_bytes(pack_path.read_bytes())
     with stream_pack.metal.open(path, device=bench.device()) as weights:
-        window = key(weights.windows[0])
+        window = weights.windows[0].token
     assert gone(bench, window)
     assert mapped_file(path).permissions == ()
     with pytest.raises(StateError, match="is closed"):
         weights["head"]
     with pytest.raises(StateError, match="is closed"):
         _ = weights.windows
+    with pytest.raises(StateError, match="is closed"):
+        len(weights)
+    assert repr(weights) == f"<Weights '{path}', closed>"
     weights.close()
 
 
@@ -341,6 +350,18 @@ def test_memory_stays_while_a_command_buffer_holds_the_buffer(
     assert mapped_file(path).permissions == ()
 
 
+def test_a_buffer_may_be_dropped_while_an_exception_is_on_its_way(
+    bench: Bench, pack_path: Path
+) -> None:
+    with stream_pack.metal.open(pack_path, device=bench.device()) as weights:
+        with pytest.raises(ZeroDivisionError) as caught:
+            _ = [weights.own_buffer("head"), 1 / 0]
+        assert caught.value.__context__ is None
+        assert gone(
+            bench, *set(chain.from_iterable(weights._made.values())) - {weights.windows[0].token}
+        )
+
+
 def test_closing_with_live_buffers_names_their_tensors_and_closes_nothing(
     bench: Bench, pack_path: Path, arrays: Arrays
 ) -> None:
@@ -367,7 +388,7 @@ def close(bench: Bench, weights: Weights) -> None:
         weights.close()
     except MappingInUse:
         assert bench.kind != "python"
-        bench.wait()
+        assert gone(bench, *chain.from_iterable(weights._made.values()))
         weights.close()
 
 
@@ -431,12 +452,39 @@ def test_two_openings_of_one_pack_share_its_memory(standin: StandIn, pack_path: 
         first = stream_pack.metal.open(pack, device=device)
         second = stream_pack.metal.open(pack, device=device)
         view = first["head"]
-        assert key(view.buffer) == key(second["head"].buffer)
-        second.__exit__(None, None, None)
-        assert objc.kept(*key(view.buffer)) == 1
+        assert view.buffer.contents() == second["head"].buffer.contents()
+        second.close()  # what the first has handed out is no business of the second's
+        assert objc.kept(view.buffer.token)
+        with pytest.raises(MappingInUse, match="'head'"):
+            first.close()
         del view
         first.close()
     assert standin.live() == 0
+
+
+@needs_smaps
+def test_closing_unmaps_a_file_that_was_opened_here_and_no_pack_of_the_callers(
+    bench: Bench, tmp_path: Path, pack_path: Path
+) -> None:
+    path = tmp_path / "own.pack"
+    path.write_bytes(pack_path.read_bytes())
+    weights = stream_pack.metal.open(path, device=bench.device())
+    assert "r--s" in mapped_file(path).permissions
+    close(bench, weights)
+    assert mapped_file(path).permissions == ()
+    pack = stream_pack.open(path)
+    close(bench, stream_pack.metal.open(pack, device=bench.device()))
+    assert "r--s" in mapped_file(path).permissions
+    pack.close()
+    assert mapped_file(path).permissions == ()
+
+
+def test_buffers_that_come_and_go_leave_no_trace(standin: StandIn, pack_path: Path) -> None:
+    with on(standin, pack_path) as weights:
+        for _ in range(5):
+            weights.own_buffer("head")
+        own = weights.own_buffer("head")
+        assert sorted(weights._made.values()) == sorted([[weights.windows[0].token], [own.token]])
 
 
 def test_residency_is_held_while_the_weights_are_open(standin: StandIn, pack_path: Path) -> None:

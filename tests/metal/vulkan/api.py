@@ -14,6 +14,7 @@ from typing import Any
 __all__ = ["Gpu", "find_loader"]
 
 HOST_ALLOCATION = 0x80  # VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT
+MISSING = {-7: "VK_ERROR_EXTENSION_NOT_PRESENT", -9: "VK_ERROR_INCOMPATIBLE_DRIVER"}
 EXTENSION = b"VK_EXT_external_memory_host"
 STORAGE_BUFFER = 0x20  # VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
 STORAGE_DESCRIPTOR = 7  # VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
@@ -107,6 +108,8 @@ class Gpu:
 
     def check(self, name: str, *arguments: Any) -> None:
         result = getattr(self.vk, name)(*arguments)
+        if result in MISSING:
+            raise LookupError(f"{name}: {MISSING[result]}")
         assert result == 0, f"{name}: VkResult {result}"
 
     def make(self, name: str, info: Any, *, first: Any = None) -> c_void_p:
