@@ -9,6 +9,7 @@ import numpy as np
 
 from stream_pack.catalog import Catalog
 from stream_pack.dtypes import BITS
+from stream_pack.writer.arrival import Arrival
 from stream_pack.writer.cast import CastStream
 from stream_pack.writer.cast_plan import CastRule, CastStorages, cast_catalog
 from stream_pack.writer.select import Selection, select
@@ -64,6 +65,9 @@ class AdaptedSource(Source):
 
     def spool_for(self, requests: Requests) -> int:
         return self._source.spool_for(self._asked(requests))
+
+    def arrival(self, requests: Requests) -> Arrival:
+        return self._source.arrival(self._asked(requests))
 
     @property
     def chooses_order(self) -> bool:

@@ -6,6 +6,7 @@ mapped files do not count; the kernel takes them back when it wants to.
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from stream_pack.errors import LimitError
 from stream_pack.report import human_nbytes
 from stream_pack.writer.overlap import BATCH_WEIGHT, DEPTH
 
-__all__ = ["Budget", "anonymous_nbytes", "budget"]
+__all__ = ["Budget", "allow_memory", "anonymous_nbytes", "budget", "give_back"]
 
 WINDOW_NBYTES = 8 << 20
 """What a strided tensor is gathered in when nobody set a limit.  A window of a transposed matrix touches most pages of
@@ -91,6 +92,35 @@ def budget(
         value=max_memory,
         limit=least,
     )
+
+
+def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
+    """Refuse ``what`` if the ``nbytes`` that it is going to take are more than ``max_memory`` leaves.
+
+    For what comes before the budget of a conversion can be known.
+
+    Raises: LimitError naming the least that it takes.
+    """
+    if max_memory is None:
+        return
+    least = anonymous_nbytes() + nbytes
+    if least > max_memory:
+        raise LimitError(
+            f"{what} alone takes at least {least} bytes of memory ({human_nbytes(least)}), with those of the program; "
+            f"{max_memory} are allowed: raise --max-memory (max_memory=)",
+            value=max_memory,
+            limit=least,
+        )
+
+
+def give_back() -> None:
+    """Have the C library return memory that is free.
+
+    How much of it stays resident is chance; else one run finds that it needs tens of MB more than another.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
 
 
 def anonymous_nbytes() -> int:

@@ -12,6 +12,7 @@ import os
 import select
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import numpy as np
@@ -49,6 +50,8 @@ class ByteStream:
         self._ahead = b""
         self._ahead_at = 0
         self._fetched = 0  # bytes taken from the source, read ahead included
+        self._watch: Callable[[int], None] | None = None
+        self._watched = 0
         self._readinto: Callable[[memoryview], int]
         self._file = _regular_file(source)
         if self._file is not None:
@@ -88,6 +91,21 @@ class ByteStream:
         stream._file = stream._fd, begin
         stream._limit = nbytes
         return stream
+
+    @contextmanager
+    def watched(self, check: Callable[[int], None]) -> Iterator[None]:
+        """Inside, ``check(0)`` is called whenever :data:`READ_AHEAD_NBYTES` more have been taken from the source, and
+        by :meth:`allow`: while something is read whose length nobody knows, and which becomes objects in memory."""
+        self._watch = check
+        try:
+            yield
+        finally:
+            self._watch = None
+
+    def allow(self, nbytes: int) -> None:
+        """Say that ``nbytes`` of memory will be taken for what has been read.  Raises: what the ``check`` raises."""
+        if self._watch is not None:
+            self._watch(nbytes)
 
     @property
     def position(self) -> int:
@@ -144,7 +162,8 @@ class ByteStream:
         rest = self._ahead[self._ahead_at :]
         begin = min(len(rest), nbytes)
         data[:begin] = rest[:begin]
-        self._ahead_at += begin
+        # Let go now: what is read past it below would leave it in the wrong place for seek().
+        self._ahead, self._ahead_at = rest[begin:], 0
         while begin < nbytes:
             read = self._readinto(data[begin:])
             if read == 0:
@@ -152,6 +171,7 @@ class ByteStream:
                 raise self._truncated(nbytes, what)
             self._fetched += read
             begin += read
+            self._check()
         return data
 
     def chunks(self, nbytes: int, *, chunk_nbytes: int, what: str) -> Iterator[memoryview]:
@@ -215,8 +235,14 @@ class ByteStream:
             pieces.append(bytes(memoryview(piece)[:read]))
             self._fetched += read
             have += read
+            self._check()
         self._ahead, self._ahead_at = b"".join(pieces), 0
         return have
+
+    def _check(self) -> None:
+        if self._watch is not None and abs(self._fetched - self._watched) >= READ_AHEAD_NBYTES:
+            self._watched = self._fetched
+            self._watch(0)
 
     def _truncated(
         self, nbytes: int, what: str, *, ends_at: int | None = None

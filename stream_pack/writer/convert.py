@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
@@ -64,7 +64,8 @@ def convert(
 
     ``key``: which of the dicts that a torch.save checkpoint nests.  ``"a.b"`` or ``["a", "b"]`` is what stands under
     ``b`` in what stands under ``a`` (a key that holds a dot comes before the two that it could be cut into; items of
-    lists have their number as a key); ``"."`` is all of it.  By default a flat state dict is taken as it is, else what
+    lists, and what a dict holds under a number, have that number as a key: ``"optimizer.state.0"``); ``"."`` is all of
+    it.  By default a flat state dict is taken as it is, else what
     stands under ``state_dict``, ``model`` or ``model_state_dict`` if exactly one of these holds tensors, which the
     report then says; else the checkpoint is refused.  Below the chosen dict, names are joined by dots.
     ``ignore_unknown``: leave out objects in the checkpoint that only code could rebuild, with whatever they hold; the
@@ -85,7 +86,8 @@ def convert(
     docs/FORMAT.md.  ``allow_blowup`` permits output above four times the source bytes it comes from.
     ``jobs``: threads, by default one a core and at most 4.  ``max_memory``: bytes of resident
     anonymous memory that the process stays below from here on, what it has already counted;
-    what it takes is chosen accordingly.  ``spool_dir``: a folder for temporary files when the target
+    what it takes is chosen accordingly, and what cannot be kept is refused before the first byte, also while the head
+    of the source is still being read.  ``spool_dir``: a folder for temporary files when the target
     is a stream (with a path they lie beside it).  ``progress(done, total)`` is called in bytes of
     tensor data.  ``announce(line)`` is called before the first byte when such files will be needed.
 
@@ -95,7 +97,7 @@ def convert(
     Raises: OptionError; SourceError, also when nothing is left by ``include`` and ``exclude`` or two
     tensors would have one name; LimitError; OSError.  A target path is then as it was before.
     """
-    _check_options(jobs, chunk_nbytes, alignment, metadata)
+    _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with ExitStack() as stack:
@@ -103,7 +105,13 @@ def convert(
         _refuse_overwriting(source, sink)
         spool = Spool(sink.folder or spool_dir, announce=announce)
         opened = stack.enter_context(
-            open_source(source, key=key, ignore_unknown=ignore_unknown, spool=spool)
+            open_source(
+                source,
+                key=key,
+                ignore_unknown=ignore_unknown,
+                spool=spool,
+                max_memory=max_memory,
+            )
         )
         return write_pack(
             adapted(opened, adaptation),
@@ -142,10 +150,12 @@ def forecast(
     ``to_stream``: the target is a descriptor or file object, not a path.
     Raises: what :func:`convert` would raise before its first byte.
     """
-    _check_options(jobs, chunk_nbytes, alignment, metadata)
+    _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
-    with open_source(source, key=key, ignore_unknown=ignore_unknown) as opened:
+    with open_source(
+        source, key=key, ignore_unknown=ignore_unknown, max_memory=max_memory
+    ) as opened:
         return forecast_pack(
             adapted(opened, adaptation),
             policy=policy,
@@ -211,8 +221,11 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
         )
 
 
-def _check_options(jobs: object, chunk_nbytes: object, alignment: object, metadata: object) -> None:
-    for name, number in (("jobs", jobs), ("chunk_nbytes", chunk_nbytes)):
+def _check_options(
+    jobs: object, chunk_nbytes: object, max_memory: object, alignment: object, metadata: object
+) -> None:
+    numbers = (("jobs", jobs), ("chunk_nbytes", chunk_nbytes), ("max_memory", max_memory))
+    for name, number in numbers:
         if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
             raise OptionError(f"{name}={number!r}: expected a whole number")
     if not isinstance(alignment, Alignment):
@@ -242,20 +255,42 @@ def _adaptation(
     order: Order,
 ) -> Adaptation:
     """Parse everything before the source is opened."""
-    if rename is None:
-        renames: tuple[Renaming, ...] = ()
-    else:
-        renames = (rename,) if isinstance(rename, str) or callable(rename) else tuple(rename)
     selection = Selection(
-        include=_patterns(include),
-        exclude=_patterns(exclude),
-        renames=tuple(Rename.parse(text) if isinstance(text, str) else text for text in renames),
+        include=_patterns("include", include),
+        exclude=_patterns("exclude", exclude),
+        renames=_renames(rename),
         order=order,
     )
     return Adaptation(selection, cast_rules(dtype))
 
 
-def _patterns(given: Patterns | None) -> tuple[str, ...]:
+def _patterns(option: str, given: object) -> tuple[str, ...]:
     if given is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    patterns = _several(given)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"{option}={given!r}: expected a glob as text, or several")
+    return tuple(str(pattern) for pattern in patterns)
+
+
+def _renames(given: object) -> tuple[Callable[[str], str], ...]:
+    if given is None:
+        return ()
+    renames = (given,) if callable(given) else _several(given)
+    if renames is None or not all(isinstance(item, str) or callable(item) for item in renames):
+        raise OptionError(
+            f"rename={given!r}: expected 's/REGEX/REPLACEMENT/', a function from name to name, or several"
+        )
+    return tuple(
+        Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)
+        for item in renames
+    )
+
+
+def _several(given: object) -> tuple[object, ...] | None:
+    """What was given as one text or an iterable of several things; None if it is neither."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
+        return None
+    return tuple(given)

@@ -34,6 +34,8 @@ MAX_KEY_NBYTES = 65535
 """The format's own limit for keys; names of tensors are shorter still."""
 MAX_ELEMENTS = 4_000_000
 """Of all arrays together: they become JSON text, several times as long as they are here."""
+SLICE = 4096
+"""Elements of an array that are objects at the same time."""
 MAX_DEPTH = 4
 """Arrays inside arrays; files of models have none."""
 MAX_DIMS = 8
@@ -211,25 +213,39 @@ class _Reader:
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
 
-    def _array(self, depth: int) -> list[object]:
+    def _array(self, depth: int) -> str:
+        """An array as JSON.  Its elements may be millions, which as objects take several times what the text does."""
         kind, count = self._u32(), self._u64()
         self._elements += count
         if self._elements > MAX_ELEMENTS:
             raise _damaged(f"its arrays have more than {MAX_ELEMENTS} elements")
+        if kind == _ARRAY and depth == 0:
+            raise _damaged(f"arrays nested more than {MAX_DEPTH} deep")
+        if kind not in (_STRING, _ARRAY, _BOOL) and kind not in _NUMBERS:
+            raise _damaged(f"an array of type {kind}, which GGUF does not have")
+        slices = (min(SLICE, count - begin) for begin in range(0, count, SLICE))
+        pieces = [self._elements_as_json(kind, length, depth) for length in slices]
+        if len(pieces) > 1:
+            self._stream.allow(sum(map(len, pieces)))
+        if pieces:  # brackets now: around the whole, they would make another copy of it
+            pieces[0] = "[" + pieces[0]
+            pieces[-1] += "]"
+        return ", ".join(pieces) or "[]"
+
+    def _elements_as_json(self, kind: int, count: int, depth: int) -> str:
+        """The next elements of an array, with commas between them."""
+        if kind == _ARRAY:
+            return ", ".join(self._array(depth - 1) for _ in range(count))
+        elements: list[object]
         if kind == _STRING:
             # Tokens may be any bytes; JSON can say so.
-            return [self._token() for _ in range(count)]
-        if kind == _ARRAY:
-            if depth == 0:
-                raise _damaged(f"arrays nested more than {MAX_DEPTH} deep")
-            return [self._array(depth - 1) for _ in range(count)]
-        if kind == _BOOL:
-            return [bool(flag) for flag in self._flags(count)]
-        if kind not in _NUMBERS:
-            raise _damaged(f"an array of type {kind}, which GGUF does not have")
-        dtype = np.dtype(_NUMBERS[kind])
-        numbers: list[object] = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
-        return numbers
+            elements = [self._token() for _ in range(count)]
+        elif kind == _BOOL:
+            elements = [bool(flag) for flag in self._flags(count)]
+        else:
+            dtype = np.dtype(_NUMBERS[kind])
+            elements = np.frombuffer(self._take(count * dtype.itemsize), dtype).tolist()
+        return json.dumps(elements)[1:-1]
 
     def _flags(self, count: int) -> bytes:
         flags = bytes(self._take(count))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-from stream_pack import dtypes
+from stream_pack import dtypes, head
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
 from stream_pack.index import NO_BUFFER
-from stream_pack.layout import Policy
+from stream_pack.layout import Policy, plan
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, open_sink
 
@@ -71,7 +71,8 @@ class Writer:
         self._empty = set(catalog.names) - set(self._buffers)
         self._sink = open_sink(target)
         try:
-            self._pack = PackWriter(catalog, self._sink, policy)
+            layout = plan(catalog, policy)
+            self._pack = PackWriter(layout, head.encode(layout), self._sink)
             self._pack.start(reserve=True)
         except BaseException:
             self._sink.abort()

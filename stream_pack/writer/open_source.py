@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from stream_pack.errors import OptionError, SourceError, UnsupportedCheckpointError
 from stream_pack.sniff import SNIFF_NBYTES, Kind, describe, sniff
+from stream_pack.writer.budget import allow_memory
 from stream_pack.writer.bytestream import BinaryReader, ByteStream
 from stream_pack.writer.source import Source
 from stream_pack.writer.spool import Spool
@@ -37,12 +38,14 @@ def open_source(
     key: Key = None,
     ignore_unknown: bool = False,
     spool: Spool | None = None,
+    max_memory: int | None = None,
 ) -> Source:
     """Open ``source``; close what comes back.
 
     ``key`` and ``ignore_unknown``: as for
     :func:`stream_pack.writer.torch_save.nesting.flattening`.  ``spool``: for an archive that has to
-    lie on disk before its tensors are known; None refuses such an archive.
+    lie on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
+    of resident anonymous memory while it reads what the source holds; above it, a LimitError.
 
     Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
     as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError
@@ -56,7 +59,7 @@ def open_source(
         nests = True
         return flatten(value, unknown)
 
-    opened = _Opening(noting, spool).source(source)
+    opened = _Opening(noting, spool, max_memory).source(source)
     if key is not None and key != WHOLE and not nests:
         opened.close()
         raise OptionError(
@@ -95,6 +98,7 @@ class _Opening:
 
     flatten: Flatten
     spool: Spool | None
+    max_memory: int | None = None
 
     def source(self, source: Convertible) -> Source:
         if isinstance(source, (str, os.PathLike)):
@@ -126,29 +130,39 @@ class _Opening:
 
     def _stream(self, stream: ByteStream) -> Source:
         try:
-            start = stream.peek(SNIFF_NBYTES)
-            kind = sniff(start)
-            if kind is Kind.TORCH_ZIP:
-                from stream_pack.writer.torch_save.zip import TorchZipSource
-
-                return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
-            if kind is Kind.TORCH_LEGACY:
-                from stream_pack.writer.torch_save.legacy import LegacyTorchSource
-
-                return LegacyTorchSource(stream, flatten=self.flatten)
-            if kind is Kind.SAFETENSORS:
-                from stream_pack.writer.safetensors_source import SafetensorsSource
-
-                return SafetensorsSource(stream)
-            if kind is Kind.GGUF:
-                from stream_pack.writer.gguf_source import GgufSource
-
-                return GgufSource(stream)
-            if kind is Kind.PACK:
-                from stream_pack.writer.pack_source import PackSource
-
-                return PackSource(stream)
-            raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")
+            if self.max_memory is None:
+                return self._known(stream)
+            with stream.watched(self._check_memory):
+                return self._known(stream)
         except BaseException:
             stream.close()
             raise
+
+    def _check_memory(self, nbytes: int) -> None:
+        allow_memory(nbytes, self.max_memory, what="reading what the source holds")
+
+    def _known(self, stream: ByteStream) -> Source:
+        """The source that reads the kind of file that ``stream`` begins like."""
+        start = stream.peek(SNIFF_NBYTES)
+        kind = sniff(start)
+        if kind is Kind.TORCH_ZIP:
+            from stream_pack.writer.torch_save.zip import TorchZipSource
+
+            return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
+        if kind is Kind.TORCH_LEGACY:
+            from stream_pack.writer.torch_save.legacy import LegacyTorchSource
+
+            return LegacyTorchSource(stream, flatten=self.flatten)
+        if kind is Kind.SAFETENSORS:
+            from stream_pack.writer.safetensors_source import SafetensorsSource
+
+            return SafetensorsSource(stream)
+        if kind is Kind.GGUF:
+            from stream_pack.writer.gguf_source import GgufSource
+
+            return GgufSource(stream)
+        if kind is Kind.PACK:
+            from stream_pack.writer.pack_source import PackSource
+
+            return PackSource(stream)
+        raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")

@@ -8,16 +8,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TypeAlias
 
 from stream_pack import head
-from stream_pack.catalog import Catalog
-from stream_pack.layout import Layout, Policy, plan
+from stream_pack.layout import Layout, Policy
 from stream_pack.records import Footer
 from stream_pack.report import Report
 from stream_pack.writer.cast_plan import count_casts
 from stream_pack.writer.forecast import (
-    budget_for,
-    catalog_of,
+    prepare,
     requests_of,
-    spool_needed,
     warnings_of,
 )
 from stream_pack.writer.overlap import overlap
@@ -52,13 +49,12 @@ class PackWriter:
     """A pack being written: the head on :meth:`start`, then chunks in any order the sink allows,
     then :meth:`finish`.
 
-    Planning happens in the constructor; nothing is written before :meth:`start`.
-    Raises: LimitError from the constructor.
+    ``encoded`` is the head of ``layout``.  Nothing is written before :meth:`start`.
     """
 
-    def __init__(self, catalog: Catalog, sink: Sink, policy: Policy) -> None:
-        self.layout: Layout = plan(catalog, policy)
-        self._encoded = head.encode(self.layout)
+    def __init__(self, layout: Layout, encoded: head.EncodedHead, sink: Sink) -> None:
+        self.layout = layout
+        self._encoded = encoded
         self._sink = sink
         self._hasher = RegionHasher(self.head)
 
@@ -122,16 +118,22 @@ def write_pack(
     SourceError, OSError.
     """
     began = time.perf_counter()
-    catalog = catalog_of(source, metadata)
-    writer = PackWriter(catalog, sink, policy)
-    layout = writer.layout
-    spool_nbytes = spool_needed(source, catalog, layout, in_order=sink.in_order)
-    if spool_nbytes:
+    prepared = prepare(
+        source,
+        policy=policy,
+        metadata=metadata,
+        chunk_nbytes=chunk_nbytes,
+        jobs=jobs,
+        max_memory=max_memory,
+        in_order=sink.in_order,
+    )
+    catalog, layout, limits = prepared.catalog, prepared.layout, prepared.budget
+    if prepared.spool_nbytes:
         spool.require(
             why=f"a {source.kind} from a pipe, with tensors that are strided or come before their turn",
-            nbytes=spool_nbytes,
+            nbytes=prepared.spool_nbytes,
         )
-    limits = budget_for(source, layout, chunk_nbytes=chunk_nbytes, jobs=jobs, max_memory=max_memory)
+    writer = PackWriter(layout, prepared.encoded, sink)
     writer.start(reserve=not source.sparse)
     requests = requests_of(layout)
     options = StreamOptions(

@@ -30,6 +30,11 @@ __all__ = ["SafetensorsSource"]
 MAX_HEADER_NBYTES = 100_000_000
 """The format's own limit."""
 
+HEADER_COPIES = 3
+MEMBER_NBYTES = 150
+ELEMENT_NBYTES = 40
+"""Memory that the header takes while it is parsed: lengths of it, and for each colon and each comma (measured)."""
+
 METADATA_KEY = "__metadata__"
 SHARDS_KEY = "DCP_SHARDING_INFO"
 """torch.distributed.checkpoint's metadata where the "tensors" are pieces of tensors."""
@@ -135,8 +140,13 @@ def _read_header(stream: ByteStream) -> bytes:
         raise UnsupportedCheckpointError(
             f"not safetensors: expected a JSON header that starts with '{{' at byte 8, found {stream.peek(8)!r}"
         )
+    copies = HEADER_COPIES * nbytes
+    stream.allow(copies)
     # In chunks: what a length claims is not allocated before it has come.
-    return b"".join(stream.chunks(nbytes, chunk_nbytes=1 << 20, what="the header"))
+    header = b"".join(stream.chunks(nbytes, chunk_nbytes=1 << 20, what="the header"))
+    objects = MEMBER_NBYTES * header.count(b":") + ELEMENT_NBYTES * header.count(b",")
+    stream.allow(copies - nbytes + objects)
+    return header
 
 
 def _parse(header: bytes) -> tuple[list[_Entry], dict[str, str]]:

@@ -131,6 +131,8 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         new = name
         for rename in renames:
             new = rename(new)
+            if not isinstance(new, str):
+                raise OptionError(f"rename= made {new!r} of {name!r}: expected text")
         if new in given:
             raise SourceError(
                 f"{given[new]!r} and {name!r} would both be named {new!r}: rename one of them otherwise"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.catalog import Catalog
+from stream_pack.writer.arrival import Arrival, one_after_another, one_pass
 from stream_pack.writer.spool import Spool
 
 __all__ = ["Chunk", "Piece", "Requests", "Source", "StreamOptions", "Zeros"]
@@ -106,6 +107,15 @@ class Source(abc.ABC):
     def chooses_order(self) -> bool:
         """Whether it can give the buffers in any order; a pipe cannot."""
         return True
+
+    def arrival(self, requests: Requests) -> Arrival:
+        """When :meth:`stream` brings these buffers if the sink is a stream.
+
+        A source that cannot choose is taken to bring one storage after the other, each from its start.
+        """
+        if self.chooses_order:
+            return one_after_another(len(requests))
+        return one_pass(requests.storages, requests.starts, requests.nbytes, self.catalog.derived)
 
     @property
     def held_nbytes(self) -> int:

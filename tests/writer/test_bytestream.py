@@ -202,6 +202,23 @@ def test_seeking_in_a_pipe_is_refused(tmp_path: Path) -> None:
         _pipe(b"", tmp_path, stack).seek(0)
 
 
+def test_wherever_a_file_is_read_it_gives_what_stands_there(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    data = generator.bytes(400_000)  # without a period, in which a wrong place could hide
+    with ExitStack() as stack:
+        stream = _file(data, tmp_path, stack)
+        for _ in range(2000):
+            begin = int(generator.integers(len(data)))
+            if generator.random() < 0.5:  # a little back, or on
+                begin = max(0, stream.position - int(generator.integers(100_000)))
+            stream.seek(begin)
+            for nbytes in generator.choice([1, 100, 65_536, 65_537, 150_000], 2).tolist():
+                nbytes = min(nbytes, len(data) - stream.position)
+                expected = data[stream.position : stream.position + nbytes]
+                assert stream.peek(min(nbytes, 50)) == expected[:50]
+                assert bytes(stream.read_exactly(nbytes, what="it")) == expected
+
+
 def test_a_signal_while_waiting_for_a_pipe_loses_nothing() -> None:
     reading, writing = os.pipe()
     caught: list[int] = []

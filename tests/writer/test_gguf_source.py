@@ -276,6 +276,20 @@ def test_arrays_may_hold_arrays(tmp_path: Path) -> None:
         assert make().catalog.metadata == {"k": '[[1, 2], ["x"]]'}
 
 
+def test_long_arrays_are_the_json_of_all_their_elements(tmp_path: Path) -> None:
+    numbers, tokens = list(range(-5000, 5000)), [f"t{n}" for n in range(4096)]
+    writer = gguf.GGUFWriter(tmp_path / "long", "llama")
+    writer.add_array("numbers", numbers)
+    writer.add_array("tokens", tokens)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_source(tmp_path / "long") as source:
+        assert source.catalog.metadata["numbers"] == json.dumps(numbers)
+        assert source.catalog.metadata["tokens"] == json.dumps(tokens)
+
+
 def test_bytes_that_are_missing_are_counted(tmp_path: Path) -> None:
     data = made(TWO, data=DATA)
     with pytest.raises(TruncatedSourceError) as caught:

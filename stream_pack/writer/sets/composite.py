@@ -20,6 +20,7 @@ from stream_pack.errors import (
     TruncatedSourceError,
     UnsupportedCheckpointError,
 )
+from stream_pack.writer.arrival import Arrival
 from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "listed",
     "member_path",
     "open_members",
+    "regular_file",
     "say_where",
     "together",
 ]
@@ -64,15 +66,23 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
         raise UnsupportedCheckpointError(
             f"{told_by} names the file {str(name)[:MAX_SHOWN]!r}: expected the plain name of a file in the same folder"
         )
-    path = folder / name
     try:
-        mode = os.stat(path).st_mode
+        return regular_file(folder / name)
     except FileNotFoundError:
         raise UnsupportedCheckpointError(
             f"{told_by} names the file {name!r}, which is not there: was the download interrupted?"
         ) from None
-    if not stat.S_ISREG(mode):
-        raise UnsupportedCheckpointError(f"{told_by} names {name!r}, which is no regular file")
+
+
+def regular_file(path: Path) -> Path:
+    """``path``, if it may be opened: a FIFO or a device could keep whoever does that waiting for ever.
+
+    Raises: UnsupportedCheckpointError where something else stands than a regular file; OSError.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UnsupportedCheckpointError(
+            f"{str(path)!r} belongs to a set of files, and is no regular file"
+        )
     return path
 
 
@@ -165,6 +175,18 @@ class JoinedSource(Source):
         return max(
             (m.source.spool_for(part) for m, (_, part) in zip(self._members, parts)), default=0
         )
+
+    def arrival(self, requests: Requests) -> Arrival:
+        if self.chooses_order:
+            return super().arrival(requests)
+        begins, ends = np.empty((2, len(requests)), np.int64)
+        now = 0
+        for member, (buffers, part) in zip(self._members, self._parts(requests)):
+            if buffers:
+                first, last = member.source.arrival(part)
+                begins[buffers], ends[buffers] = now + first, now + last
+                now += int(last.max())
+        return begins, ends
 
     @property
     def chooses_order(self) -> bool:

@@ -65,6 +65,12 @@ class DcpSource(Source):
         self._remarks = list(chosen.remarks)
         if found.ignored:
             self._remarks.append(f"{found.ignored} entries that are no tensors were left out")
+        unnamed = {name for name in os.listdir(folder) if name.endswith(SHARD_SUFFIX)} - found.files
+        if unnamed:
+            self._remarks.append(
+                f"shards that {METADATA} does not name were left out, {len(unnamed)} in all, perhaps of another save: "
+                f"{listed(sorted(unnamed))}"
+            )
         self._tensors = [
             found.tensors[int(stand_in.storage.key)] for stand_in in chosen.tensors.values()
         ]
@@ -190,6 +196,11 @@ def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
 
 def _plan(tensor: ShardedTensor) -> list[Rows]:
     if 0 in tensor.shape:
+        if tensor.boxes:
+            raise UnsupportedCheckpointError(
+                f"{METADATA} says that tensor {tensor.name[:100]!r} of shape {list(tensor.shape)} has no elements, and "
+                f"lists {len(tensor.boxes)} chunks that hold some"
+            )
         return []
     itemsize_bits = max(8, DTYPES[tensor.dtype].bits)  # a pair of 4-bit elements is one of torch's
     return tiled(tensor.name, tensor.shape, tensor.boxes, bits=itemsize_bits)

@@ -19,6 +19,7 @@ from stream_pack.dtypes import BY_TORCH
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.writer.sets.assembly import Box
+from stream_pack.writer.sets.composite import regular_file
 from stream_pack.writer.torch_save.globals import TABLE
 from stream_pack.writer.torch_save.unpickler import OddKey, Opaque, Unpickler, malformed
 
@@ -54,10 +55,14 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensors:
-    """All tensors, in the order of the metadata; ``ignored`` counts the entries that are none."""
+    """All tensors, in the order of the metadata; ``ignored`` counts the entries that are none.
+
+    ``files`` are all that anything stands in.
+    """
 
     tensors: list[ShardedTensor]
     ignored: int
+    files: frozenset[str]
 
 
 def read_metadata(path: Path) -> ShardedTensors:
@@ -65,7 +70,7 @@ def read_metadata(path: Path) -> ShardedTensors:
 
     Raises: UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError; OSError.
     """
-    with open(path, "rb") as file:
+    with open(regular_file(path), "rb") as file:
         unpickler = Unpickler(
             lambda: file.read(READ_NBYTES), find_global=_find_global, find_persistent=_no_storage
         )
@@ -88,7 +93,8 @@ def read_metadata(path: Path) -> ShardedTensors:
             ignored += 1
         else:
             tensors.append(_tensor(name, _path(name, paths), entry, places))
-    return ShardedTensors(tensors, ignored)
+    files = frozenset(place.file for place in places.values())
+    return ShardedTensors(tensors, ignored, files)
 
 
 def _find_global(name: str) -> object:

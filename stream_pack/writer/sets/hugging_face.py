@@ -18,6 +18,7 @@ from stream_pack.writer.sets.composite import (
     listed,
     member_path,
     open_members,
+    regular_file,
 )
 from stream_pack.writer.source import Source
 
@@ -90,7 +91,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
 
 def _read_index(path: Path) -> dict[str, dict[str, None]]:
     """The names of the tensors of each file, files in the order of their names."""
-    with open(path, "rb") as file:
+    with open(regular_file(path), "rb") as file:
         text = file.read(MAX_INDEX_NBYTES + 1)
     if len(text) > MAX_INDEX_NBYTES:
         raise _not_an_index(path, f"is longer than {MAX_INDEX_NBYTES} bytes")

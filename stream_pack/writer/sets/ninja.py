@@ -23,12 +23,15 @@ from stream_pack.dtypes import BY_NAME, DTYPES
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.writer.live import LiveSource
+from stream_pack.writer.sets.composite import regular_file
 
 __all__ = ["TYPE_FILE", "NinjaSource"]
 
 TYPE_FILE = "type.ninja"
 NAME = "data"
 _COLUMNS = ("starts", "ends", "flattened_shapes")
+EMPTY_NBYTES = 1
+"""What NumPy writes for a mapped array without elements: no file of no bytes can be mapped."""
 _FLAT = b"\1\0\0\0"
 
 
@@ -141,14 +144,14 @@ def _array(folder: Path) -> NDArray[np.generic]:
             position=nbytes,
             missing_nbytes=expected - nbytes,
         )
-    if expected == 0:
-        return np.empty(shape, name)
-    if nbytes > expected:
+    if nbytes > max(expected, EMPTY_NBYTES):
         raise _contradiction(
             folder,
             f"data.ninja has {nbytes} bytes, its shape {list(shape)} of {name} takes {expected}: "
             "an extend was interrupted?",
         )
+    if expected == 0:
+        return np.empty(shape, name)
     array: NDArray[np.generic] = mmap_ninja.np_open_existing(folder, mode="r")
     return array
 
@@ -160,7 +163,7 @@ def _text(folder: Path, file: str) -> str:
 def _bytes(folder: Path, file: str, limit: int) -> bytes:
     """A small file; reading stops at ``limit`` bytes."""
     try:
-        with open(folder / file, "rb") as opened:
+        with open(regular_file(folder / file), "rb") as opened:
             return opened.read(limit)
     except FileNotFoundError:
         raise _contradiction(folder, f"it has no {file}") from None

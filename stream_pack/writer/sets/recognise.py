@@ -33,7 +33,11 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Sourc
     """
     names = sorted(os.listdir(folder))
     indexes = [name for name in names if is_index_name(name)]
-    distributed = any(name.endswith(SHARD_SUFFIX) for name in names)
+    single = [name for name in names if name.endswith(_WEIGHTS)]
+    # Its metadata alone says which shards are missing.
+    distributed = any(name.endswith(SHARD_SUFFIX) for name in names) or (
+        METADATA in names and not (indexes or single or TYPE_FILE in names)
+    )
     shards = [name for name in names if is_shard_name(name)]
     found = [
         *(f"the index {name}" for name in indexes),
@@ -59,7 +63,6 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Sourc
         return DcpSource(folder, flatten=flatten)
     if TYPE_FILE in names:
         return NinjaSource(folder)
-    single = [name for name in names if name.endswith(_WEIGHTS)]
     hint = f"; it holds {listed(single)}: name the file that you want" if single else ""
     raise UnsupportedCheckpointError(
         f"the folder {str(folder)!r} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"

@@ -7,7 +7,7 @@ never packed by accident.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -146,10 +146,11 @@ def _check(key: object) -> None:
 
 
 def _by_rule(value: object, clean: set[int]) -> Chosen:
+    plain: set[int] = set()
     path: list[str] = []
     left_out: list[str] = []
     while type(value) is dict and len(path) < MAX_DEPTH:
-        models = [name for name in MODELS if holds_tensors(value.get(name), clean)]
+        models = [name for name in MODELS if _holds_plainly(value.get(name), plain)]
         if len(models) != 1 or not isinstance(value[models[0]], dict | list | tuple):
             break
         left_out += map(shown, _with_tensors(value, clean, but=models[0]))
@@ -158,7 +159,7 @@ def _by_rule(value: object, clean: set[int]) -> Chosen:
     if type(value) is not dict:
         unnamed = not path
         return Chosen(value, tuple(path), by_rule=True, left_out=tuple(left_out), unnamed=unnamed)
-    nested: Iterable[object] = _nested(value, clean)
+    nested: Iterable[object] = (key for key, item in value.items() if _holds_plainly(item, plain))
     if path:
         # Nested modules are fine there, but a training loop may keep more than its model under this key.
         nested = (
@@ -173,8 +174,9 @@ def _by_rule(value: object, clean: set[int]) -> Chosen:
     )
 
 
-def _nested(value: dict[object, object], clean: set[int]) -> Iterator[object]:
-    return (key for key, item in value.items() if holds_tensors(item, clean))
+def _holds_plainly(value: object, clean: set[int]) -> bool:
+    """Whether dicts, lists and tuples alone lead to a tensor: what stands in an object cannot be chosen."""
+    return holds_tensors(value, clean, inside_objects=False)
 
 
 def _with_tensors(value: dict[object, object], clean: set[int], *, but: str) -> list[object]:
@@ -213,6 +215,8 @@ def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
     for step in path:
         if type(value) is dict and step in value:
             value = value[step]
+        elif type(value) is dict and _is_index(step) and int(step) in value:
+            value = value[int(step)]  # an optimizer numbers its parameters
         elif isinstance(value, list | tuple) and _is_index(step) and int(step) < len(value):
             value = value[int(step)]
         else:

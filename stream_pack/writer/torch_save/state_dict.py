@@ -35,13 +35,18 @@ Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
 
 
 def leaves(
-    value: object, clean: set[int], seen: set[int] | None = None
+    value: object,
+    clean: set[int],
+    seen: set[int] | None = None,
+    *,
+    inside_objects: bool = True,
 ) -> Iterator[Tensor | Unpackable | TypedStorage]:
     """The tensors anywhere inside ``value``, each once; each object is looked at once.
 
     ``clean`` holds the ids of objects that are known to hold none, and grows when there are none here: the values of
     many keys may share most of what they hold.  ``seen`` is filled with the ids of all that was looked at, for
-    whoever has to count them.
+    whoever has to count them.  Without ``inside_objects``, what stands in an object of unknown code is not looked at;
+    such calls have a ``clean`` of their own.
     """
     if id(value) in clean:
         return
@@ -59,7 +64,7 @@ def leaves(
             inner: Iterable[object] = [*item.keys(), *item.values()]
         elif isinstance(item, list | tuple):
             inner = item
-        elif isinstance(item, Opaque):
+        elif isinstance(item, Opaque) and inside_objects:
             inner = item.parts
         elif isinstance(item, OddKey):
             inner = (item.key,)
@@ -74,11 +79,11 @@ def leaves(
         clean |= seen
 
 
-def holds_tensors(value: object, clean: set[int]) -> bool:
-    """Whether a tensor is anywhere inside ``value``; ``clean`` as for :func:`leaves`."""
+def holds_tensors(value: object, clean: set[int], *, inside_objects: bool = True) -> bool:
+    """Whether a tensor is anywhere inside ``value``; ``clean`` and ``inside_objects`` as for :func:`leaves`."""
     if not isinstance(value, dict | list | tuple | Opaque):
         return False
-    return next(leaves(value, clean), None) is not None
+    return next(leaves(value, clean, inside_objects=inside_objects), None) is not None
 
 
 def shown(value: object) -> str:

@@ -186,6 +186,16 @@ def test_the_model_is_taken_out_of_a_training_checkpoint_and_it_is_said(tmp_path
         DcpSource(tmp_path, flatten=flattening("ema"))
 
 
+def test_shards_that_the_metadata_does_not_name_are_mentioned(tmp_path: Path) -> None:
+    folder = save({**MODEL, "epoch": 3}, tmp_path / "ckpt")
+    with open_source(folder) as source:
+        assert not any("does not name" in remark for remark in source.remarks)
+    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    with open_source(folder) as source:
+        assert "shards that .metadata does not name were left out, 1 in all" in source.remarks[-1]
+        assert "'__1_0.distcp'" in source.remarks[-1]
+
+
 @pytest.mark.parametrize(
     "keys", [("model", "state_dict"), ("generator", "discriminator"), ("optimizer",)]
 )
@@ -284,6 +294,7 @@ def swap_places(metadata: Metadata) -> None:
     [
         (two_places, "they hold 24 elements, it has 12"),
         (twice_the_same_place, "two places for the chunk of 'w'"),
+        (lambda m: setattr(w_of(m), "size", torch.Size([0, 4])), r"'w' of shape \[0, 4\] has no elements, and lists 1"),
         (swapped_paths, "'b' was saved where another value was"),
         (lambda m: w_of(m).chunks.clear(), "they hold 0 elements, it has 12"),
         (lambda m: chunked(m, 2, 4), "they hold 8 elements, it has 12"),

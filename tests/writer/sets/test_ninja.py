@@ -158,6 +158,7 @@ def numbers(*values: int) -> bytes:
         (write("shape.ninja", b"\xff" * 8), "shape.ninja is no list of lengths"),
         (write("shape.ninja", numbers(*[2**61] * 40)), "2..62"),
         (write("shape.ninja", numbers(2, 11)), "not one-dimensional"),
+        (write("shape.ninja", numbers(0)), r"its shape \[0\] of float32 takes 0"),
         (write("starts/data.ninja", numbers(-1, 6, 13, 21, 21)), "a sample lies outside"),
         (write("ends/data.ninja", numbers(6, 13, 21, 21, 23)), "a sample lies outside"),
         (write("ends/data.ninja", numbers(6, 5, 21, 21, 22)), "a sample lies outside"),

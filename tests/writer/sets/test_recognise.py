@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,6 +111,43 @@ def test_an_unknown_folder_says_what_was_looked_for_and_what_it_has_instead(tmp_
     with pytest.raises(
         UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': name the file"
     ):
+        stream_pack.convert(tmp_path, tmp_path / "out.pack")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (ninja, "type.ninja"),
+        (ninja, "shape.ninja"),
+        (distributed, ".metadata"),
+        (hugging_face, "model.safetensors.index.json"),
+        (llama, "params.json"),
+    ],
+)
+def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(
+    make: Make, name: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UnsupportedCheckpointError, match=rf"{name}.*no regular file"):
+        stream_pack.convert(tmp_path, tmp_path / "out.pack")
+
+
+def test_metadata_whose_shards_are_all_gone_says_so(tmp_path: Path) -> None:
+    distributed(tmp_path)
+    for shard in tmp_path.glob("*.distcp"):
+        shard.unlink()
+    with pytest.raises(UnsupportedCheckpointError, match=r"'__0_0\.distcp', which is not there"):
+        stream_pack.convert(tmp_path, tmp_path / "out.pack")
+
+
+def test_a_hidden_file_beside_a_checkpoint_does_not_make_it_a_distributed_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / ".metadata").write_text("of another program")
+    (tmp_path / "model.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.pt'"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 

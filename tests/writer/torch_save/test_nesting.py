@@ -294,6 +294,35 @@ def test_a_placeholder_is_never_a_tensor_nor_a_dict(opened: Open) -> None:
             opened(checkpoint, ignore_unknown=True)
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"args": argparse.Namespace(x=one(2))},
+        {"objects": [Obj(one(2))]},
+        {"deeper": {"list": [Obj(one(2))]}},
+        {"model": Obj(one(2))},
+    ],
+)
+def test_what_stands_in_an_object_does_not_make_a_flat_dict_nested(
+    opened: Open, beside: dict[str, object]
+) -> None:
+    source = opened({"w": one(1), **beside}, ignore_unknown=True)
+    assert values(source) == {"w": 1}
+    assert "the tensors inside them (1)" in source.remarks[-1]
+    with pytest.raises(UnsupportedCheckpointError, match="--ignore-unknown"):
+        opened({"w": one(1), **beside})
+
+
+def test_a_number_is_a_key_of_a_dict_as_it_is_of_a_list(opened: Open) -> None:
+    """The state of an optimizer is numbered."""
+    checkpoint = {"optimizer": {"state": {0: {"avg": one(1)}, 7: {"avg": one(2)}, "7x": 3}}}
+    assert values(opened(checkpoint, "optimizer.state.7")) == {"avg": 2}
+    assert values(opened(checkpoint, ["optimizer", "state", "0"])) == {"avg": 1}
+    for key in ("optimizer.state.1", "optimizer.state.07", "optimizer.state.-0"):
+        with pytest.raises(UnsupportedCheckpointError, match="nothing under the key"):
+            opened(checkpoint, key)
+
+
 def test_a_known_object_that_holds_a_tensor_is_refused_or_left_out(opened: Open) -> None:
     checkpoint = {"a": {"c": Counter({"x": one(1)}), "d": deque([one(2)]), "w": one(3)}}
     with pytest.raises(UnsupportedCheckpointError, match=r"below 'a\.c', a <collections\.Counter>"):
