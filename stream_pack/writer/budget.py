@@ -99,15 +99,16 @@ def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
 
     For what comes before the budget of a conversion can be known.
 
-    Raises: LimitError naming the least that it takes.
+    Raises: LimitError naming the least that this and the streaming after it take.
     """
     if max_memory is None:
         return
-    least = anonymous_nbytes() + nbytes
-    if least > max_memory:
+    now = anonymous_nbytes() + nbytes
+    if now > max_memory:
+        least = now + _in_flight_nbytes(MIN_CHUNK_NBYTES, MIN_CHUNK_NBYTES, 1)
         raise LimitError(
-            f"{what} alone takes at least {least} bytes of memory ({human_nbytes(least)}), with those of the program; "
-            f"{max_memory} are allowed: raise --max-memory (max_memory=)",
+            f"this conversion takes at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(now)} of "
+            f"them for the program and {what}; {max_memory} are allowed: raise --max-memory (max_memory=)",
             value=max_memory,
             limit=least,
         )
