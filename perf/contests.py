@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import safetensors
 import safetensors.torch
@@ -21,10 +22,11 @@ import xxhash
 import stream_pack
 from perf.contest import Contender, Contest, timed
 from perf.workspace import PYTHON, Workspace, environment, shell
-from stream_pack import head, layout
+from stream_pack import front, head, layout
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_NAME
 from stream_pack.reader.verify import verify as verify_pack
+from stream_pack.writer import region
 from tests.support.memory import peak_anonymous_nbytes
 
 __all__ = ["CONTESTS", "Effort"]
@@ -224,6 +226,47 @@ def verify(work: Workspace, effort: Effort) -> Contest:
     )
 
 
+class _Idle:
+    """In the place of the hasher of blocks: counts them, and looks at no byte."""
+
+    def __init__(self, block_nbytes: int) -> None:
+        self._block_nbytes = block_nbytes
+        self._filled = 0
+
+    def update(self, data: memoryview | bytes) -> list[int]:
+        done, self._filled = divmod(self._filled + len(data), self._block_nbytes)
+        return [0] * done
+
+    def finish(self) -> list[int]:
+        return [0] if self._filled else []
+
+
+def checksums(work: Workspace, effort: Effort) -> Contest:
+    """What hashing costs on the way: the same conversion with and without, from a source that has no checksums."""
+    source, target = work.safetensors, work.path("target")
+
+    def convert() -> None:
+        stream_pack.convert(source, target)
+
+    def convert_idly() -> None:
+        with patch.object(region, "BlockHasher", _Idle):
+            convert()
+
+    def run(job: Callable[[], None]) -> Callable[[], float]:
+        return timed(job, before=lambda: work.clear("target"))
+
+    return Contest(
+        "checksums",
+        f"convert safetensors of {work.nbytes >> 20} MiB, page-cached, with and without block checksums",
+        (
+            Contender("with checksums", run(convert)),
+            Contender("without (not a pack that verifies)", run(convert_idly)),
+        ),
+        rounds=effort.rounds,
+        nbytes=work.nbytes,
+    )
+
+
 def startup(work: Workspace, effort: Effort) -> Contest:
     """What a command costs before it does anything."""
     source, target = work.path("tiny.pt"), work.path("tiny.pack")
@@ -304,7 +347,8 @@ def _plan(effort: Effort, count: int) -> Contest:
         f"plan, graph and index of {count:,} tensors",
         (
             Contender(
-                "plan and encode", timed(lambda: head.encode(layout.plan(catalog, layout.Policy())))
+                "plan and encode",
+                timed(lambda: head.encode(layout.plan(catalog, layout.Policy()), front.MPS)),
             ),
         ),
         rounds=min(effort.rounds, 3),
@@ -320,6 +364,7 @@ CONTESTS: dict[str, Callable[[Workspace, Effort], Contest]] = {
     "load": load,
     "load-and-read": load_and_read,
     "verify": verify,
+    "checksums": checksums,
     "startup": startup,
     "memory": memory,
     "plan-100000": plan_100000,

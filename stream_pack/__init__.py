@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stream_pack._version import __version__
 
 if TYPE_CHECKING:
-    from stream_pack import metal
+    from stream_pack import executorch, metal
     from stream_pack.align import Alignment
     from stream_pack.errors import (
         AlignmentError,
@@ -39,12 +39,14 @@ if TYPE_CHECKING:
         UnsupportedCheckpointError,
         UnsupportedDtype,
         UnsupportedTensorError,
+        UntestedVersionError,
     )
     from stream_pack.reader.pack import Pack, open
     from stream_pack.reader.safe_open import load_file, safe_open
     from stream_pack.report import Forecast, Report
     from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
+    from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
 
 __all__ = [
     "Alignment",
@@ -61,6 +63,9 @@ __all__ = [
     "NotAPackError",
     "OptionError",
     "Pack",
+    "ParallelWriter",
+    "Part",
+    "PartWriter",
     "RawPayloadError",
     "Report",
     "SourceChecksumError",
@@ -76,9 +81,11 @@ __all__ = [
     "UnsupportedCheckpointError",
     "UnsupportedDtype",
     "UnsupportedTensorError",
+    "UntestedVersionError",
     "Writer",
     "__version__",
     "convert",
+    "executorch",
     "forecast",
     "load_file",
     "metal",
@@ -91,6 +98,9 @@ _MODULES = {
     "Alignment": "stream_pack.align",
     "Forecast": "stream_pack.report",
     "Pack": "stream_pack.reader.pack",
+    "ParallelWriter": "stream_pack.writer.parallel",
+    "Part": "stream_pack.writer.parallel",
+    "PartWriter": "stream_pack.writer.parallel",
     "Report": "stream_pack.report",
     "Spec": "stream_pack.writer.incremental",
     "Writer": "stream_pack.writer.incremental",
@@ -106,8 +116,8 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "metal":
-        return importlib.import_module("stream_pack.metal")
+    if name in ("executorch", "metal"):
+        return importlib.import_module(f"stream_pack.{name}")
     value: object = getattr(importlib.import_module(_MODULES.get(name, "stream_pack.errors")), name)
     globals()[name] = value
     return value

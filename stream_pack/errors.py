@@ -8,6 +8,7 @@ The classes are grouped by blame:
 * :class:`FormatError` - the file is not a valid pack (nothing was recomputed to find out);
 * :class:`ChecksumError` - bytes differ from what was written;
 * :class:`StateError` - calls in the wrong order;
+* :class:`UntestedVersionError` - a package that is built upon is not one of the versions tested;
 * :class:`MetalError` - Metal refused, or would have.
 
 All derive from :class:`StreamPackError` and from the builtin that fits, and all survive pickling
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedCheckpointError",
     "UnsupportedDtype",
     "UnsupportedTensorError",
+    "UntestedVersionError",
 ]
 
 
@@ -119,7 +121,7 @@ class NotAPackError(FormatError):
 
 
 class RawPayloadError(FormatError):
-    """An MP00 delegate payload without locator and footer: nothing in it can be verified."""
+    """ExecuTorch's own payload or .ptd, without locator and footer: nothing in it can be verified."""
 
 
 class NewerVersionError(FormatError):
@@ -177,6 +179,12 @@ class UnknownTensorError(StreamPackError, KeyError):
     """No tensor of this name.  Attribute: ``tensor``."""
 
     tensor: str
+
+
+class UntestedVersionError(StreamPackError, RuntimeError):
+    """An installed package is not as in the versions tested.  Attribute: ``faults`` (what differs, one text each)."""
+
+    faults: tuple[str, ...]
 
 
 class MetalError(StreamPackError, RuntimeError):

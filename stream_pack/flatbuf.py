@@ -1,7 +1,8 @@
 """Reading flatbuffers that somebody else may have forged.
 
 The flatbuffers package trusts every offset.  Here each one is checked before it is followed,
-vectors come back as NumPy arrays in place, and nothing recurses.  Source: the FlatBuffers internals
+vectors come back as NumPy arrays in place, and nothing recurses.  :class:`Table` reads one table,
+:class:`Tables` many of a kind, a field of all of them as one array.  Source: the FlatBuffers internals
 document (root, soffset to the vtable, uoffsets forward from the field that holds them).
 """
 
@@ -15,9 +16,11 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError
 
-__all__ = ["Table", "root_table"]
+__all__ = ["Table", "Tables", "gather", "root_table"]
 
 _N = TypeVar("_N", bound=np.generic)
+_I = TypeVar("_I", bound=np.integer)
+_U4 = np.dtype("<u4")
 
 
 class Table:
@@ -93,6 +96,13 @@ class Table:
         little = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.data, little, offset=where[0], count=where[1])
 
+    def tables(self, slot: int, *, most: int | None = None) -> Tables:
+        """The tables of the vector in ``slot``, the first ``most`` of them; absent counts as empty."""
+        first, count = self.vector_position(slot, 4) or (0, 0)
+        if most is not None:
+            count = min(count, most)
+        return Tables.referred(self.data, first + 4 * np.arange(count), self.what)
+
     def string(self, slot: int) -> str | None:
         """The text in ``slot``."""
         where = self.vector_position(slot, 1)
@@ -126,14 +136,154 @@ class Table:
             raise FormatError(f"{self.what}: a text at byte {position} is not UTF-8") from None
 
 
-def root_table(data: memoryview, identifier: bytes, what: str) -> Table:
-    """The root table of a flatbuffer that carries ``identifier``.
+class Tables:
+    """Tables of one kind, one at each of ``positions``.
+
+    Every method gives one entry a table.  Memory: about 20 bytes a table, and 100 while a field is read.
+    Raises (every method): FormatError when an offset leads out of ``data``.
+    """
+
+    def __init__(self, data: memoryview, positions: NDArray[np.int64], what: str) -> None:
+        self.what = what
+        self._raw = np.frombuffer(data, np.uint8)
+        self._positions = positions
+        vtables = positions - self._gather(positions, np.dtype("<i4"))
+        # Few distinct ones, whatever the number of tables.
+        self._vtables, self._vtable_of = np.unique(vtables, return_inverse=True)
+        self._vtable_nbytes = self._gather(self._vtables, np.dtype("<u2"))
+        self._table_nbytes = self._gather(self._vtables + 2, np.dtype("<u2"))
+
+    @classmethod
+    def referred(cls, data: memoryview, fields: NDArray[np.int64], what: str) -> Tables:
+        """The tables that the references at ``fields`` lead to."""
+        raw = np.frombuffer(data, np.uint8)
+        return cls(data, fields + gather(raw, fields, _U4, what), what)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def _gather(self, positions: NDArray[np.int64], dtype: np.dtype[_I]) -> NDArray[_I]:
+        return gather(self._raw, positions, dtype, self.what)
+
+    def _fields(self, slot: int, nbytes: int) -> NDArray[np.int64]:
+        """Where each table has the field; 0 where it is absent."""
+        entry = 4 + 2 * slot
+        offsets = np.zeros(len(self._vtables), np.int64)
+        has = self._vtable_nbytes >= entry + 2
+        offsets[has] = self._gather(self._vtables[has] + entry, np.dtype("<u2"))
+        if ((offsets > 0) & (offsets + nbytes > self._table_nbytes)).any():
+            raise FormatError(f"{self.what} is broken: a field leads out of its table")
+        offsets = offsets[self._vtable_of]
+        return np.where(offsets > 0, self._positions + offsets, 0)
+
+    def scalars(self, slot: int, dtype: np.dtype[_I]) -> NDArray[_I]:
+        """The integers in ``slot``; absent ones are 0."""
+        fields = self._fields(slot, dtype.itemsize)
+        values = np.zeros(len(self), dtype)
+        present = fields > 0
+        values[present] = self._gather(fields[present], dtype)
+        return values
+
+    def targets(self, slot: int) -> NDArray[np.int64]:
+        """Where the vectors, texts or tables stand that ``slot`` refers to; 0 for absent ones."""
+        fields = self._fields(slot, 4)
+        present = fields > 0
+        fields[present] += self._gather(fields[present], _U4)
+        return fields
+
+    def tables(self, slot: int, rows: NDArray[np.int64]) -> Tables:
+        """The tables that ``slot`` of the tables ``rows`` refers to.  Raises: FormatError also when one is absent."""
+        targets = self.targets(slot)[rows]
+        if not targets.all():
+            raise FormatError(f"{self.what} is broken: a table is missing")
+        return Tables(self._raw.data, targets, self.what)
+
+    def where(self, rows: NDArray[np.bool_]) -> Tables:
+        """Only these rows."""
+        return Tables(self._raw.data, self._positions[rows], self.what)
+
+    def children(self, slot: int) -> tuple[NDArray[np.int64], Tables]:
+        """The tables that the vectors in ``slot`` refer to, one after the other: the row of each, and these."""
+        firsts, counts = self.spans(slot, 4)
+        rows = np.repeat(np.arange(len(self)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return rows, Tables.referred(self._raw.data, firsts[rows] + 4 * within, self.what)
+
+    def texts(self, slot: int) -> list[str | None]:
+        """The texts in ``slot``."""
+        firsts, counts = self.spans(slot, 1)
+        present = self.targets(slot) > 0
+        rows = zip(present.tolist(), firsts.tolist(), counts.tolist())
+        return [self._text(first, nbytes) if held else None for held, first, nbytes in rows]
+
+    def _text(self, first: int, nbytes: int) -> str:
+        try:
+            return str(self._raw.data[first : first + nbytes], "utf-8")
+        except UnicodeDecodeError:
+            raise FormatError(f"{self.what}: a text at byte {first} is not UTF-8") from None
+
+    def spans(self, slot: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the first elements of vectors stand, and how many there are; absent counts as empty.
+
+        Raises: FormatError also when vectors share bytes so that together they exceed ``data``, which would make a
+        small file take large memory.
+        """
+        targets = self.targets(slot)
+        counts = np.zeros(len(self), np.int64)
+        present = targets > 0
+        counts[present] = self._gather(targets[present], _U4)
+        firsts = targets + 4
+        if (firsts + counts * itemsize)[present].max(initial=0) > len(self._raw):
+            raise FormatError(
+                f"{self.what} is broken: a vector leads out of its {len(self._raw)} bytes"
+            )
+        if int(counts.sum()) * itemsize > len(self._raw):
+            raise FormatError(
+                f"{self.what} is broken: {int(counts.sum())} elements in {len(self._raw)} bytes"
+            )
+        return firsts, counts
+
+    def vectors(
+        self, slot: int, dtype: np.dtype[_I], *, longest: int
+    ) -> tuple[NDArray[_I], NDArray[np.int64]]:
+        """The elements of all vectors, one after the other, and where each ends.
+
+        Raises: FormatError also when one has more than ``longest`` elements.
+        """
+        firsts, counts = self.spans(slot, dtype.itemsize)
+        if int(counts.max(initial=0)) > longest:
+            raise FormatError(
+                f"{self.what} is broken: a vector of {int(counts.max())}, the limit is {longest}"
+            )
+        ends = np.cumsum(counts)
+        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+        return self._gather(np.repeat(firsts, counts) + dtype.itemsize * within, dtype), ends
+
+
+def gather(
+    raw: NDArray[np.uint8], positions: NDArray[np.int64], dtype: np.dtype[_I], what: str
+) -> NDArray[_I]:
+    """One scalar at each position, aligned or not.
+
+    Raises: FormatError naming ``what``.
+    """
+    if len(positions) == 0:
+        return np.empty(0, dtype)
+    if int(positions.min()) < 0 or int(positions.max()) > len(raw) - dtype.itemsize:
+        raise FormatError(f"{what} is broken: an offset leads out of its {len(raw)} bytes")
+    scalars: NDArray[_I] = raw[positions[:, None] + np.arange(dtype.itemsize)].view(dtype)
+    return scalars.reshape(-1)
+
+
+def root_table(data: memoryview, identifiers: bytes | tuple[bytes, ...], what: str) -> Table:
+    """The root table of a flatbuffer that carries the identifier, or one of them.
 
     Raises: FormatError.
     """
-    if len(data) < 8 or bytes(data[4:8]) != identifier:
+    known = (identifiers,) if isinstance(identifiers, bytes) else identifiers
+    if len(data) < 8 or bytes(data[4:8]) not in known:
         raise FormatError(
             f"{what} is broken: its flatbuffer begins with {bytes(data[:8]).hex(' ')}, "
-            f"expected the identifier {identifier.decode()} at byte 4"
+            f"expected the identifier {' or '.join(name.decode() for name in known)} at byte 4"
         )
     return Table(data, struct.unpack_from("<I", data)[0], what)

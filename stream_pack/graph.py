@@ -9,22 +9,21 @@ Source: ``schema/graph.fbs``; the FlatBuffers internals document for the binary 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.dtypes import BY_NAME, DTYPES
 from stream_pack.errors import FormatError, LimitError
-from stream_pack.flatbuf import root_table
+from stream_pack.flatbuf import Tables, root_table
 from stream_pack.index import Index
 from stream_pack.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK, MAX_TENSORS
+from stream_pack.ragged import row_lengths, rows_differ
 
-__all__ = ["GraphValues", "constant_ids", "decode", "encode", "expected_values"]
+__all__ = ["GraphValues", "constant_ids", "decode", "disagreements", "encode", "expected_values"]
 
 IDENTIFIER = b"MP00"
 INVALID = 0
-_I = TypeVar("_I", bound=np.integer)
 MAX_DIM = 2**31 - 1
 
 
@@ -50,8 +49,7 @@ class GraphValues:
 
 def expected_values(index: Index) -> GraphValues:
     """What the graph in front of ``index`` must say of its tensors (ids: their own numbers)."""
-    begins = np.concatenate((np.zeros(1, np.int64), index.dims_ends))[:-1]
-    ranks = index.dims_ends - begins
+    ranks = row_lengths(index.dims_ends)
     table = [DTYPES[BY_NAME[n]].mps if n in BY_NAME else INVALID for n in index.dtype_names]
     datatypes = np.array(table, np.int16)[index.tensor_dtypes]
     long_dims = np.repeat(np.arange(len(index)), ranks)[index.dims > MAX_DIM]
@@ -109,8 +107,8 @@ def encode(index: Index) -> bytes:
             limit=MAX_TENSORS,
         )
     values = expected_values(index)
-    begins = np.concatenate((np.zeros(1, np.int64), values.dims_ends))[:-1]
-    ranks = values.dims_ends - begins
+    ranks = row_lengths(values.dims_ends)
+    begins = values.dims_ends - ranks
 
     # In words of 4 bytes.  Head: root offset, identifier; vtables; root table; small vectors.
     root_vtable = 2
@@ -190,18 +188,7 @@ def encode(index: Index) -> bytes:
 
 
 _MPS_VALUES, _CONSTANT_IDS = 2, 5
-_NUMPY_FIELDS: dict[int, tuple[str, np.dtype[np.integer]]] = {
-    # slot: field, element type
-    0: ("datatypes", np.dtype("<i2")),
-    1: ("num_dims", np.dtype("<i4")),
-    3: ("nbytes", np.dtype("<u8")),
-    5: ("offsets", np.dtype("<u8")),
-}
-_DIMS_SLOT = 2
-_KNOWN_SLOTS = 6
 _WHAT = "the graph"
-MAX_VTABLES = 1024
-"""Distinct vtables of values: a writer has one for each choice of fields, and there are six fields."""
 
 
 def constant_ids(data: memoryview) -> NDArray[np.int32]:
@@ -234,73 +221,30 @@ def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
     Vectorised: about a second a million values.
     Raises: FormatError when an offset leads out of ``data``, or an id out of the values.
     """
-    what = _WHAT
     ids, first = _ids_and_values(data)
     ids = ids[:most]
-    raw = np.frombuffer(data, np.uint8)
-    fields = first + 4 * ids.astype(np.int64)
-    positions = fields + _gather(raw, fields, np.dtype("<u4"), what)
-    columns = {name: np.zeros(len(ids), dtype) for name, dtype in _NUMPY_FIELDS.values()}
-    dims_at = np.zeros(len(ids), np.int64)
-    vtables = positions - _gather(raw, positions, np.dtype("<i4"), what)
-    # Few distinct vtables, whatever the number of values: one step each.
-    distinct = np.unique(vtables).tolist()
-    if len(distinct) > MAX_VTABLES:
-        raise FormatError(
-            f"{what} is broken: {len(distinct)} vtables for tables of {_KNOWN_SLOTS} fields"
-        )
-    for vtable in distinct:
-        rows = np.flatnonzero(vtables == vtable)
-        vtable_nbytes, table_nbytes = _gather(
-            raw, np.array([vtable, vtable + 2]), np.dtype("<u2"), what
-        ).tolist()
-        slots = _gather(
-            raw,
-            vtable + 4 + 2 * np.arange(min(max(0, vtable_nbytes - 4) // 2, _KNOWN_SLOTS)),
-            np.dtype("<u2"),
-            what,
-        ).tolist()
-        for slot, offset in enumerate(slots):
-            itemsize = _NUMPY_FIELDS[slot][1].itemsize if slot in _NUMPY_FIELDS else 4
-            if offset and offset + itemsize > table_nbytes:
-                raise FormatError(f"{what} is broken: a field leads out of its table")
-            if offset and slot in _NUMPY_FIELDS:
-                name, dtype = _NUMPY_FIELDS[slot]
-                columns[name][rows] = _gather(raw, positions[rows] + offset, dtype, what)
-            elif offset and slot == _DIMS_SLOT:
-                field = positions[rows] + offset
-                dims_at[rows] = field + _gather(raw, field, np.dtype("<u4"), what)
-    ranks = np.zeros(len(ids), np.int64)
-    present = dims_at > 0
-    ranks[present] = _gather(raw, dims_at[present], np.dtype("<u4"), what)
-    if len(ranks) and int(ranks.max()) > MAX_RANK:
-        raise FormatError(
-            f"{what} is broken: a value of {int(ranks.max())} dims, the limit is {MAX_RANK}"
-        )
-    if 4 * int(ranks.sum()) > len(raw):
-        # Values may refer to one vector of dims; so many that together they exceed the file are a bomb.
-        raise FormatError(f"{what} is broken: {int(ranks.sum())} dims in {len(raw)} bytes")
-    dims_ends = np.cumsum(ranks)
-    within = np.arange(int(ranks.sum())) - np.repeat(dims_ends - ranks, ranks)
-    dims = _gather(raw, np.repeat(dims_at + 4, ranks) + 4 * within, np.dtype("<i4"), what)
+    values = Tables.referred(data, first + 4 * ids.astype(np.int64), _WHAT)
+    dims, dims_ends = values.vectors(2, np.dtype("<i4"), longest=MAX_RANK)
     return GraphValues(
         ids=ids,
-        datatypes=columns["datatypes"],
-        num_dims=columns["num_dims"],
+        datatypes=values.scalars(0, np.dtype("<i2")),
+        num_dims=values.scalars(1, np.dtype("<i4")),
         dims=dims,
         dims_ends=dims_ends,
-        nbytes=columns["nbytes"],
-        offsets=columns["offsets"],
+        nbytes=values.scalars(3, np.dtype("<u8")),
+        offsets=values.scalars(5, np.dtype("<u8")),
     )
 
 
-def _gather(
-    raw: NDArray[np.uint8], positions: NDArray[np.int64], dtype: np.dtype[_I], what: str
-) -> NDArray[_I]:
-    """One scalar at each position, aligned or not."""
-    if len(positions) == 0:
-        return np.empty(0, dtype)
-    if int(positions.min()) < 0 or int(positions.max()) > len(raw) - dtype.itemsize:
-        raise FormatError(f"{what} is broken: an offset leads out of its {len(raw)} bytes")
-    scalars: NDArray[_I] = raw[positions[:, None] + np.arange(dtype.itemsize)].view(dtype)
-    return scalars.reshape(-1)
+def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
+    """Of which tensors of ``index`` the graph says something else.
+
+    Raises: FormatError when it is no MPSGraph, or has fewer constants than there are tensors.
+    """
+    found, wanted = decode(data, most=len(index)), expected_values(index)
+    if len(found.ids) < len(index):
+        raise FormatError(f"the graph has {len(found.ids)} constants for {len(index)} tensors")
+    wrong = rows_differ(found.dims, found.dims_ends, wanted.dims, wanted.dims_ends)
+    for name in ("datatypes", "num_dims", "nbytes", "offsets"):
+        wrong |= getattr(found, name) != getattr(wanted, name)
+    return wrong

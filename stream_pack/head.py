@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from stream_pack import graph, index
+from stream_pack import header, index
 from stream_pack.align import PAGE_NBYTES, align_up
 from stream_pack.checksum import xxh3, zeros
-from stream_pack.errors import ChecksumError, FormatError
-from stream_pack.header import HEADER_NBYTES, Header
+from stream_pack.errors import ChecksumError, FormatError, LimitError
+from stream_pack.front import Front
+from stream_pack.header import MAX_HEADER_NBYTES, Header, HeadKind
 from stream_pack.index import Index
 from stream_pack.layout import Layout
-from stream_pack.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES
+from stream_pack.limits import (
+    MAX_FLATBUFFER_NBYTES,
+    MAX_HEAD_NBYTES,
+    MAX_NBYTES,
+    MAX_RECORD_NBYTES,
+)
 from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 __all__ = [
@@ -37,9 +43,13 @@ INDEX_ALIGNMENT = 64
 class Head:
     """What stands in front of a region, validated.
 
+    ``graph_end`` is where the graph ends at the latest: exactly there, but for ``mps``, whose header does not say it.
+
     Units: bytes; file offsets count from the pack's first byte.
     """
 
+    kind: HeadKind
+    graph_end: int
     region_file_offset: int
     region_nbytes: int
     pack_nbytes: int
@@ -70,37 +80,45 @@ class EncodedHead:
     head: Head
 
 
-def encode(layout: Layout) -> EncodedHead:
-    """The head of the pack that ``layout`` describes.
+def encode(layout: Layout, front: Front) -> EncodedHead:
+    """The head of the pack that ``layout`` describes, beginning with ``front``.
 
-    Raises: LimitError when a flatbuffer would reach 2 GiB.
+    Raises: LimitError when a flatbuffer would reach 2 GiB, or a header cannot say where the region is; what the front
+    raises.
     """
     the_index = layout.index
-    graph_bytes = graph.encode(the_index)
+    graph_bytes = front.encode(the_index)
+    if len(graph_bytes) > MAX_FLATBUFFER_NBYTES:
+        raise LimitError(
+            f"a graph of {len(graph_bytes)} bytes: a flatbuffer must stay below 2 GiB",
+            value=len(graph_bytes),
+            limit=MAX_FLATBUFFER_NBYTES,
+        )
     index_bytes = index.encode(the_index)
-    index_file_offset = align_up(HEADER_NBYTES + len(graph_bytes), INDEX_ALIGNMENT)
+    graph_end = header.graph_end(front.kind, graph_bytes)
+    index_file_offset = align_up(graph_end, INDEX_ALIGNMENT)
     used = index_file_offset + len(index_bytes) + LOCATOR_NBYTES
     region_file_offset = align_up(used, the_index.alignment.region)
-    header = Header(region_file_offset, layout.region_nbytes)
-    front = b"".join(
-        (
-            header.encode(),
-            graph_bytes,
-            bytes(index_file_offset - HEADER_NBYTES - len(graph_bytes)),
-            index_bytes,
-        )
+    header_and_graph = header.encode(
+        front.kind,
+        graph_bytes,
+        region_file_offset=region_file_offset,
+        region_nbytes=layout.region_nbytes,
     )
+    before = b"".join((*header_and_graph, bytes(index_file_offset - graph_end), index_bytes))
     pack_nbytes = (
         region_file_offset + layout.region_nbytes + the_index.checksums_nbytes + FOOTER_NBYTES
     )
     locator = Locator(index_file_offset, len(index_bytes), pack_nbytes, checksum=0)
     padding_nbytes = region_file_offset - used
-    checksum = xxh3((front, *zeros(padding_nbytes), locator.covered()))
+    checksum = xxh3((before, *zeros(padding_nbytes), locator.covered()))
     return EncodedHead(
-        front=front,
+        front=before,
         padding_nbytes=padding_nbytes,
         locator=replace(locator, checksum=checksum).encode(),
         head=Head(
+            kind=front.kind,
+            graph_end=graph_end,
             region_file_offset=region_file_offset,
             region_nbytes=layout.region_nbytes,
             pack_nbytes=pack_nbytes,
@@ -113,14 +131,14 @@ def encode(layout: Layout) -> EncodedHead:
     )
 
 
-def check_region(header: Header) -> None:
+def check_region(found: Header) -> None:
     """Prove that the header's positions are possible at all, before anything is read or mapped for
     them.
 
     Raises: FormatError.
     """
-    offset, nbytes = header.region_file_offset, header.region_nbytes
-    smallest = HEADER_NBYTES + LOCATOR_NBYTES
+    offset, nbytes = found.region_file_offset, found.region_nbytes
+    smallest = found.kind.header_nbytes + LOCATOR_NBYTES
     if not smallest <= offset <= MAX_HEAD_NBYTES or nbytes > MAX_NBYTES:
         raise FormatError(
             f"the header places the region at byte {offset} with {nbytes} bytes, which no pack has; "
@@ -134,11 +152,12 @@ def decode(data: memoryview) -> Head:
     Copies: none; the index's columns are views of ``data``.
     Raises: FormatError, NewerVersionError, ChecksumError.
     """
-    header = Header.decode(bytes(data[:HEADER_NBYTES]))
-    check_region(header)
-    if header.region_file_offset != len(data):
+    found = Header.decode(bytes(data[:MAX_HEADER_NBYTES]))
+    check_region(found)
+    region, region_nbytes = found.region_file_offset, found.region_nbytes
+    if region != len(data):
         raise FormatError(
-            f"the header places the region at byte {header.region_file_offset}, the head has {len(data)} bytes"
+            f"the header places the region at byte {region}, the head has {len(data)} bytes"
         )
     locator, locator_nbytes = Locator.decode(data)
     front = len(data) - locator_nbytes
@@ -154,29 +173,33 @@ def decode(data: memoryview) -> Head:
             file_end=len(data),
         )
     begin, nbytes = locator.index_file_offset, locator.index_nbytes
-    if begin % INDEX_ALIGNMENT or begin < HEADER_NBYTES or begin > front or nbytes > front - begin:
+    least = found.kind.header_nbytes
+    if begin % INDEX_ALIGNMENT or begin < least or begin > front or nbytes > front - begin:
         raise FormatError(
             f"the locator places the index at byte {begin} with {nbytes} bytes, outside the head's "
-            f"{HEADER_NBYTES} to {front}, or not at a multiple of {INDEX_ALIGNMENT}"
+            f"{least} to {front}, or not at a multiple of {INDEX_ALIGNMENT}"
         )
-    the_index = index.decode(data[begin : begin + nbytes], region_nbytes=header.region_nbytes)
-    region_end = header.region_file_offset + header.region_nbytes
+    graph_end = _graph_end(found, begin)
+    the_index = index.decode(data[begin : begin + nbytes], region_nbytes=region_nbytes)
+    region_end = region + region_nbytes
     footer_nbytes = locator.pack_nbytes - region_end - the_index.checksums_nbytes
     unit = the_index.alignment.region
-    if header.region_file_offset % unit or header.region_nbytes % PAGE_NBYTES:
+    if region % unit or region_nbytes % PAGE_NBYTES:
         raise FormatError(
-            f"the header places the region at byte {header.region_file_offset} with "
-            f"{header.region_nbytes} bytes: expected multiples of {unit} and {PAGE_NBYTES}"
+            f"the header places the region at byte {region} with "
+            f"{region_nbytes} bytes: expected multiples of {unit} and {PAGE_NBYTES}"
         )
     if not FOOTER_NBYTES <= footer_nbytes <= MAX_RECORD_NBYTES:
         raise FormatError(
-            f"the locator gives the pack {locator.pack_nbytes} bytes; header ({header.region_file_offset} + "
-            f"{header.region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) leave "
+            f"the locator gives the pack {locator.pack_nbytes} bytes; header ({region} + "
+            f"{region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) leave "
             f"{footer_nbytes} for a footer of {FOOTER_NBYTES} to {MAX_RECORD_NBYTES}; the file is damaged"
         )
     return Head(
-        region_file_offset=header.region_file_offset,
-        region_nbytes=header.region_nbytes,
+        kind=found.kind,
+        graph_end=graph_end,
+        region_file_offset=region,
+        region_nbytes=region_nbytes,
         pack_nbytes=locator.pack_nbytes,
         index_file_offset=begin,
         index_nbytes=nbytes,
@@ -184,6 +207,19 @@ def decode(data: memoryview) -> Head:
         checksum=locator.checksum,
         index=the_index,
     )
+
+
+def _graph_end(found: Header, index_file_offset: int) -> int:
+    """Where the graph ends; it stands where it must, and in front of the index."""
+    begin = found.graph_file_offset
+    if found.graph_nbytes is None:
+        return index_file_offset
+    if begin != found.kind.graph_file_offset or begin + found.graph_nbytes > index_file_offset:
+        raise FormatError(
+            f"the header places the graph at byte {begin} with {found.graph_nbytes} bytes: expected byte "
+            f"{found.kind.graph_file_offset}, and an end before the index at byte {index_file_offset}"
+        )
+    return begin + found.graph_nbytes
 
 
 def root_checksum(

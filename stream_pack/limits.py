@@ -11,8 +11,9 @@ __all__ = [
     "MAX_RANK",
     "MAX_RECORD_NBYTES",
     "MAX_TENSORS",
+    "MAX_XNNPACK_REGION_FILE_OFFSET",
     "MIN_BLOCK_NBYTES",
-    "VERIFIER_TENSORS",
+    "VERIFIER_TABLES",
 ]
 
 MAX_NBYTES = 2**62
@@ -35,9 +36,11 @@ MAX_HEAD_NBYTES = 8 << 30
 """Bytes in front of the region: two flatbuffers and one alignment of 1 GiB need 5 GiB at most.  A
 larger head would only keep its reader busy hashing."""
 
-VERIFIER_TENSORS = 499_999
-"""Tensors above which C++ verifiers with default limits refuse the graph: a million tables, two a
-tensor and two more."""
+MAX_XNNPACK_REGION_FILE_OFFSET = 2**32 - 1
+"""The last place for a region behind the header of an XNNPACK payload, which says it with a u32."""
+
+VERIFIER_TABLES = 1_000_000
+"""Tables above which C++ verifiers with default limits refuse a flatbuffer."""
 
 MAX_RECORD_NBYTES = 4096
 """Bytes of a locator or footer: version 1 needs 48, and no later one will need more than a page."""

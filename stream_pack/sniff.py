@@ -19,7 +19,7 @@ class Kind(enum.Enum):
     """What the first bytes claim."""
 
     # What this package reads.
-    PACK = "pack"  # or a raw MP00 payload, which begins the same
+    PACK = "pack"  # or a raw MP00 or XH00 payload, which begins the same
     TORCH_ZIP = "torch zip"
     TORCH_LEGACY = "legacy torch.save"
     SAFETENSORS = "safetensors"
@@ -53,6 +53,7 @@ class Kind(enum.Enum):
 
 _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"\0\0\0\0MP00", Kind.PACK),
+    (0, b"\0\0\0\0XH00", Kind.PACK),
     (0, b"GGUF", Kind.GGUF),
     (0, b"\x93NUMPY", Kind.NPY),
     (0, b"\x89HDF\r\n\x1a\n", Kind.HDF5),
@@ -69,7 +70,7 @@ _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
 )
 
 _ZIP_ENTRY = b"PK\3\4"
-_BEGINNING = re.compile(rb"PK\x03\x04|\x80[\x02-\x05]|\0{4}MP00")
+_BEGINNING = re.compile(rb"PK\x03\x04|\x80[\x02-\x05]|\0{4}(?:MP|XH)00")
 """Where an input that begins with text may really begin: an archive, a pickle, a pack."""
 _TORCH_RECORD = re.compile(
     r"(data\.pkl|data/\d+|\.data/.*|byteorder|version|\.format_version|\.storage_alignment)$"
@@ -89,7 +90,7 @@ _NOT_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # ESC is text: term
 _MAX_SHOWN = 40
 
 _ADVICE: dict[Kind, str] = {
-    Kind.PACK: "a pack, or a raw MP00 payload",
+    Kind.PACK: "a pack, or a raw payload of ExecuTorch",
     Kind.TORCH_ZIP: "a checkpoint of torch.save",
     Kind.SAFETENSORS: "a safetensors file",
     Kind.TORCH_LEGACY: "a checkpoint of torch.save in its format before 1.6",
@@ -101,8 +102,8 @@ _ADVICE: dict[Kind, str] = {
     Kind.NPY: "a NumPy array (.npy), which has no name: give it to save_file",
     Kind.GGUF: "a GGUF file",
     Kind.HDF5: "an HDF5 file (Keras?): load it where it was written and save its tensors",
-    Kind.PTE: "an ExecuTorch program (.pte): take the checkpoint it was made from",
-    Kind.PTD: "an ExecuTorch data file (.ptd): take the checkpoint it was made from",
+    Kind.PTE: "an ExecuTorch program (.pte)",
+    Kind.PTD: "an ExecuTorch data file (.ptd)",
     Kind.ZIP: "a zip archive, but not of torch.save: unpack it first",
     Kind.TAR: "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)",
     Kind.GZIP: "compressed data: pipe it through gzip -dc",
@@ -118,7 +119,16 @@ _ADVICE: dict[Kind, str] = {
     Kind.TEXT: "text",
     Kind.UNKNOWN: "no format known here",
 }
-CHECKPOINTS = frozenset({Kind.TORCH_ZIP, Kind.SAFETENSORS, Kind.TORCH_LEGACY, Kind.GGUF})
+CHECKPOINTS = frozenset(
+    {
+        Kind.TORCH_ZIP,
+        Kind.SAFETENSORS,
+        Kind.TORCH_LEGACY,
+        Kind.GGUF,
+        Kind.PTE,
+        Kind.PTD,
+    }
+)
 """What a pack can be made of."""
 
 _SHOWS_START = {Kind.HTML, Kind.LEADING_TEXT, Kind.TEXT}

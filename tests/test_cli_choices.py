@@ -53,6 +53,31 @@ def test_dtypes_are_set_by_the_first_rule_that_matches(source: Path) -> None:
     assert torch.equal(packed["ids"], WEIGHTS["ids"])
 
 
+@pytest.mark.parametrize(
+    ("to", "begins"), [("mps", b"\0\0\0\0MP00"), ("xnnpack", b"\0\0\0\0XH00"), ("ptd", b"FT01FH01")]
+)
+def test_a_pack_can_be_made_for_a_delegate_or_a_runtime(
+    source: Path, to: str, begins: bytes
+) -> None:
+    packed = convert(source, "--to", to)
+    assert begins in source.with_suffix(".pack").read_bytes()[:12]
+    assert torch.equal(packed["module.w"], WEIGHTS["module.w"])
+    again = source.with_name("again.pack")
+    assert (
+        main(["convert", "--quiet", "--to", "mps", str(source.with_suffix(".pack")), str(again)])
+        == 0
+    )
+    convert(source)
+    assert again.read_bytes() == source.with_suffix(".pack").read_bytes()
+
+
+def test_a_head_that_there_is_not_is_wrong_usage(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), str(source.with_name("a")), "--to", "pte"]) == 2
+    assert "invalid choice: 'pte'" in capsys.readouterr().err
+
+
 def test_tensors_can_be_sorted_by_name(source: Path) -> None:
     assert list(convert(source)) == ["module.w", "module.norm", "ids"]
     assert list(convert(source, "--order", "name")) == ["ids", "module.norm", "module.w"]

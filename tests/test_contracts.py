@@ -15,6 +15,11 @@ import stream_pack
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
 
 TORCH_MODULES = {
+    "executorch/stream_copies.py",
+    "executorch/stream_mps.py",
+    "executorch/stream_named_data.py",
+    "executorch/stream_xnnpack.py",
+    "executorch/tensors.py",
     "metal/interop.py",
     "reader/tensors.py",
     "writer/cast_torch.py",
@@ -58,7 +63,7 @@ def loaded_by(*statements: str) -> set[str]:
     return {name.partition(".")[0] for name in result.stderr.split()}
 
 
-HEAVY = {"torch", "safetensors", "ml_dtypes", "tqdm"}
+HEAVY = {"torch", "executorch", "safetensors", "ml_dtypes", "tqdm"}
 
 
 def run_module(*arguments: str) -> tuple[str, ...]:
@@ -74,6 +79,11 @@ def run_module(*arguments: str) -> tuple[str, ...]:
 
 def test_importing_the_package_loads_neither_torch_nor_any_optional_package() -> None:
     assert loaded_by("import stream_pack") & HEAVY == set()
+
+
+def test_what_speaks_to_executorch_is_there_without_it_and_torch() -> None:
+    lines = ("import stream_pack", "stream_pack.executorch.build_mps_payload")
+    assert loaded_by(*lines, "stream_pack.executorch.build_xnnpack_payload") & HEAVY == set()
 
 
 def test_asking_for_help_loads_neither_torch_nor_any_optional_package() -> None:
@@ -97,6 +107,15 @@ def test_converting_a_file_does_not_load_torch(kind: str, tmp_path: Path) -> Non
     assert "torch" not in loaded_by(*run_module("convert", "--quiet", str(source), str(target)))
     with stream_pack.open(target) as pack:
         assert torch.equal(pack["w"].torch(), tensors["w"])
+
+
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+def test_a_file_of_executorchs_is_read_without_executorch_and_torch(
+    command: str, tmp_path: Path
+) -> None:
+    program = Path(__file__).parent / "vectors" / "executorch" / "mps" / "linear_fp16.pte"
+    target = ("--quiet", str(tmp_path / "pack")) if command == "convert" else ()
+    assert loaded_by(*run_module(command, str(program), *target)) & HEAVY == set()
 
 
 def test_every_public_name_exists_and_has_a_docstring() -> None:

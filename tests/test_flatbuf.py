@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import FormatError
-from stream_pack.flatbuf import Table, root_table
+from stream_pack.flatbuf import Table, Tables, root_table
 
 SCALAR, VECTOR, TEXT, TEXTS, ABSENT = range(5)
 
@@ -151,3 +151,93 @@ def test_texts_that_share_their_bytes_to_exceed_the_file_are_refused() -> None:
     table = root_table(memoryview(data), b"TEST", "it")
     with pytest.raises(FormatError, match="it is broken"):
         table.strings(TEXTS, limit=10)
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.none() | st.integers(1, 2**64 - 1),
+        st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=4),
+    ),
+    max_size=6,
+)
+
+
+def rows_of(rows: list[tuple[int | None, list[int] | None]]) -> bytes:
+    """A root whose only field is a vector of tables, each of a u64 and a vector of u32, both of which may be absent."""
+    builder = flatbuffers.Builder(0)
+    tables = []
+    for number, values in rows:
+        vector = None if values is None else builder.CreateNumpyVector(np.array(values, np.uint32))
+        builder.StartObject(2)
+        if number is not None:
+            builder.PrependUint64Slot(0, number, 0)
+        if vector is not None:
+            builder.PrependUOffsetTRelativeSlot(1, vector, 0)
+        tables.append(builder.EndObject())
+    builder.StartVector(4, len(tables), 4)
+    for table in reversed(tables):
+        builder.PrependUOffsetTRelative(table)
+    vector = builder.EndVector()
+    builder.StartObject(1)
+    builder.PrependUOffsetTRelativeSlot(0, vector, 0)
+    builder.Finish(builder.EndObject(), b"TEST")
+    return bytes(builder.Output())
+
+
+def tables_of(data: bytes | bytearray) -> Tables:
+    return root_table(memoryview(data), b"TEST", "it").tables(0)
+
+
+@given(ROWS)
+def test_many_tables_are_read_side_by_side(rows: list[tuple[int | None, list[int] | None]]) -> None:
+    tables = tables_of(rows_of(rows))
+    assert len(tables) == len(rows)
+    assert tables.scalars(0, np.dtype("<u8")).tolist() == [number or 0 for number, _ in rows]
+    values, ends = tables.vectors(1, np.dtype("<u4"), longest=4)
+    assert values.tolist() == [value for _, row in rows for value in row or []]
+    assert np.diff(ends, prepend=0).tolist() == [len(row or []) for _, row in rows]
+    assert (tables.targets(1) > 0).tolist() == [row is not None for _, row in rows]
+    assert tables.scalars(7, np.dtype("<u8")).tolist() == [0] * len(rows)
+
+
+def test_of_many_tables_only_the_first_are_read_when_so_asked() -> None:
+    data = rows_of([(1, None), (2, None), (3, None)])
+    table = root_table(memoryview(data), b"TEST", "it")
+    assert table.tables(0, most=2).scalars(0, np.dtype("<u8")).tolist() == [1, 2]
+
+
+def test_a_field_behind_the_end_of_its_table_is_refused() -> None:
+    data = bytearray(rows_of([(5, None), (6, None)]))
+    (root,) = struct.unpack_from("<I", data)
+    (field,) = struct.unpack_from("<H", data, root - struct.unpack_from("<i", data, root)[0] + 4)
+    vector = root + field + struct.unpack_from("<I", data, root + field)[0]
+    table = vector + 4 + struct.unpack_from("<I", data, vector + 4)[0]
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    # nbytes of the vtable and of the table, and where in it the u64 stands: at its end.
+    _, nbytes, number = struct.unpack_from("<HHH", data, vtable)
+    assert number + 8 == nbytes
+    struct.pack_into("<H", data, vtable + 2, nbytes - 1)
+    with pytest.raises(FormatError, match="a field leads out of its table"):
+        tables_of(data).scalars(0, np.dtype("<u8"))
+
+
+def test_a_vector_that_reaches_past_the_end_is_refused_though_all_together_would_fit() -> None:
+    data = bytearray(rows_of([(None, [7, 8, 9])]))
+    place = data.index(struct.pack("<4I", 3, 7, 8, 9))
+    room = (len(data) - place - 4) // 4
+    struct.pack_into("<I", data, place, room)
+    tables_of(data).spans(1, 4)
+    struct.pack_into("<I", data, place, room + 1)
+    with pytest.raises(FormatError, match="a vector leads out"):
+        tables_of(data).spans(1, 4)
+
+
+def test_a_vector_longer_than_the_limit_is_refused() -> None:
+    with pytest.raises(FormatError, match="a vector of 3, the limit is 2"):
+        tables_of(rows_of([(None, [7, 8, 9])])).vectors(1, np.dtype("<u4"), longest=2)
+
+
+def test_a_table_that_has_to_be_there_and_is_not_is_an_error() -> None:
+    tables = tables_of(rows_of([(None, [1]), (None, None)]))
+    with pytest.raises(FormatError, match="a table is missing"):
+        tables.tables(1, np.array([0, 1]))

@@ -12,11 +12,18 @@ import xxhash
 from stream_pack import limits
 from stream_pack.dtypes import DTYPES
 from stream_pack.head import decode
+from stream_pack.header import HeadKind
 from stream_pack.records import Footer, Locator
 from tests.vectors.minimal_reader import Pack, read
 
 FORMAT = (Path(__file__).parent.parent / "docs" / "FORMAT.md").read_text()
-VECTOR = (Path(__file__).parent / "vectors" / "v1-mp00.pack").read_bytes()
+FOLDER = Path(__file__).parent / "vectors"
+VECTORS = {
+    "mps": (FOLDER / "v1-mp00.pack").read_bytes(),
+    "xnnpack": (FOLDER / "v1-xh00.pack").read_bytes(),
+    "ptd": (FOLDER / "v1-ft01.pack").read_bytes(),
+}
+VECTOR = VECTORS["mps"]
 
 
 def section(number: int) -> str:
@@ -91,9 +98,57 @@ def test_the_head_of_the_vector_is_read_the_same_by_the_package(foreign: Pack) -
 
 
 def test_the_table_of_dtypes_is_that_of_the_code() -> None:
-    assert [(row[0].strip("`"), int(row[1]), int(row[3])) for row in table(8)] == [
-        (dtype.name, dtype.bits, dtype.mps) for dtype in DTYPES
+    assert [(row[0].strip("`"), int(row[1]), int(row[3]), row[4]) for row in table(8)] == [
+        (dtype.name, dtype.bits, dtype.mps, str(dtype.executorch).lower()) for dtype in DTYPES
     ]
+
+
+def test_the_headers_of_the_vectors_are_the_tables_of_the_text() -> None:
+    headers = {name: len(rows) for name, rows in header_tables().items()}
+    assert headers == {"mps": 4, "xnnpack": 8, "ptd": 9}
+    codes = {"u16": "<H", "u32": "<I", "u64": "<Q"}
+    for kind, rows in header_tables().items():
+        vector = VECTORS[kind]
+        end = 0
+        for at, field_type, field in rows:
+            assert int(at) == end, (kind, field)
+            if field_type in codes:
+                (number,) = struct.unpack_from(codes[field_type], vector, end)
+                end += struct.calcsize(codes[field_type])
+                if field[0] == "R" or field == "region nbytes":  # both are a page here
+                    assert number == 16384
+                elif field[0].isdigit():
+                    assert number == int(field.partition(":")[0])
+                continue
+            nbytes = int(field_type.removesuffix(" bytes"))
+            literal = re.match(r"`([0-9a-f ]+)`", field)
+            wanted = bytes.fromhex(literal[1]) if literal else bytes(nbytes)
+            assert vector[end : end + nbytes] == wanted, (kind, field)
+            end += nbytes
+        assert end == HeadKind(kind).header_nbytes
+
+
+def header_tables() -> dict[str, list[list[str]]]:
+    """The rows of the table behind each "Header of kind"."""
+    found = {}
+    for part in section(2).split("Header of kind `")[1:]:
+        rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+        found[part.partition("`")[0]] = [[cell.strip() for cell in row] for row in rows[2:]]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["xnnpack", "ptd"])
+def test_the_other_vectors_hold_the_same_and_differ_in_nothing_behind_the_head(
+    kind: str, foreign: Pack
+) -> None:
+    other = read(VECTORS[kind])
+    assert (foreign.kind, other.kind) == ("mps", kind)
+    assert other.tensors == foreign.tensors
+    assert (other.metadata, other.nbytes) == (foreign.metadata, foreign.nbytes)
+    assert other.block_checksums == foreign.block_checksums
+    assert VECTORS[kind][16384:-24] == VECTOR[16384:-24]
+    assert xxhash.xxh3_64_intdigest(other.covered_head) == other.head_checksum
+    assert xxhash.xxh3_64_intdigest(other.covered_by_root) == other.root_checksum
 
 
 def test_the_table_of_the_index_is_the_schema() -> None:
@@ -122,6 +177,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "dims of a tensor": "64",
         "dtypes": "256",
         "graph, index": "below 2³¹ bytes each",
+        "R of kind `xnnpack`": "2³² − 1",
         "R, bytes in front of the region": "2³³",
         "locator, footer": "4096 bytes each",
         "block": "2¹² to 2³⁰ bytes",
@@ -130,6 +186,7 @@ def test_the_limits_are_those_of_the_code() -> None:
     assert limits.MAX_NBYTES == 2**62
     assert limits.MAX_TENSORS == 2**31 - 1
     assert limits.MAX_RANK == 64
+    assert limits.MAX_XNNPACK_REGION_FILE_OFFSET == 2**32 - 1
     assert limits.MAX_HEAD_NBYTES == 2**33
     assert limits.MAX_FLATBUFFER_NBYTES == 2**31 - 1
     assert limits.MAX_RECORD_NBYTES == 4096
@@ -139,7 +196,12 @@ def test_the_limits_are_those_of_the_code() -> None:
 def test_the_schemas_need_no_64_bit_flatbuffers() -> None:
     # FB#7935, FB#8097, FB#7537: only C++ knows those; other languages silently do not see such fields.
     schemas = sorted((Path(__file__).parent.parent / "stream_pack" / "schema").glob("*.fbs"))
-    assert [path.name for path in schemas] == ["graph.fbs", "index.fbs"]
+    assert [path.name for path in schemas] == [
+        "flat_tensor.fbs",
+        "graph.fbs",
+        "index.fbs",
+        "xnn_graph.fbs",
+    ]
     for path in schemas:
         declared = re.sub(r"//.*", "", path.read_text())
         attributes = {
@@ -148,6 +210,4 @@ def test_the_schemas_need_no_64_bit_flatbuffers() -> None:
             for name in group.split(",")
         }
         assert attributes <= {"force_align"}
-        assert "64" not in declared.replace("float64", "").replace("int64", "").replace(
-            "complex64", ""
-        )
+        assert "64" not in re.sub("(?i)float64|int64|complex64", "", declared)

@@ -140,7 +140,7 @@ def test_many_values_that_share_one_long_vector_of_dims_are_refused() -> None:
     target = first + int(words[first]) // 4
     for number in range(1001):
         words[first + number] = 4 * (target - (first + number))
-    with pytest.raises(FormatError, match=r"dims in \d+ bytes"):
+    with pytest.raises(FormatError, match=r"elements in \d+ bytes"):
         graph.decode(memoryview(words.tobytes()))
 
 
@@ -167,8 +167,7 @@ def test_one_value_may_not_be_many_constants() -> None:
         graph.decode(memoryview(words.tobytes()))
 
 
-def test_a_vtable_for_every_value_is_refused() -> None:
-    # Each would take a step of its own: a graph of 100 MB could keep a reader busy for hours.
+def test_a_vtable_for_every_value_is_read_as_if_they_shared_one() -> None:
     count = 1025
     sound = graph.encode(index_of(*[("float32", ())] * count))
     words = np.frombuffer(sound + bytes(16 * count), "<u4").copy()
@@ -180,8 +179,9 @@ def test_a_vtable_for_every_value_is_refused() -> None:
         own = len(sound) // 4 + 4 * number
         words[own : own + 4] = words[vtable : vtable + 4]
         words[value] = (4 * (value - own)) % 2**32
-    with pytest.raises(FormatError, match="1025 vtables"):
-        graph.decode(memoryview(words.tobytes()))
+    found, wanted = graph.decode(memoryview(words.tobytes())), graph.decode(memoryview(sound))
+    for field in ("ids", "datatypes", "num_dims", "dims", "dims_ends", "nbytes", "offsets"):
+        assert np.array_equal(getattr(found, field), getattr(wanted, field)), field
 
 
 def test_constants_that_nobody_asked_for_are_not_decoded() -> None:
@@ -198,7 +198,6 @@ def test_constants_that_nobody_asked_for_are_not_decoded() -> None:
     assert found.ids.tolist() == [0, 1]
     assert found.nbytes.tolist() == whole.nbytes[:2].tolist() == [24, 8]
     assert found.dims.tolist() == [2, 3]
-    assert graph.constant_ids(memoryview(data)).tolist() == [0, 1, 2]
 
 
 def test_a_graph_past_2_gib_is_refused_before_it_is_built() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 
 ROOT = Path(__file__).parent.parent
+PROGRAM = ROOT / "tests" / "vectors" / "executorch" / "mps" / "linear_fp16.pte"
 BLOCKS = re.findall(
     r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
 )
@@ -30,6 +32,11 @@ objc.native = lambda standin=StandIn(): standin.runtime
 """
 
 
+def needs_executorch(block: str) -> bool:
+    """Whether a block is for ``tests/executorch/test_readme.py``."""
+    return "executorch" in block or "export_llama" in block
+
+
 def put_program(folder: Path, name: str, script: str) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / name
@@ -45,6 +52,7 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     alone = {"embedding.weight": embedding, "step": torch.tensor(7)}
     safetensors.torch.save_file(alone, tmp_path / "model.safetensors")
     (tmp_path / "train.py").write_text(TRAIN)
+    shutil.copy(PROGRAM, tmp_path / "program.pte")
     # "python" is this interpreter, and "host" this machine.
     programs = tmp_path / "programs"
     put_program(programs, "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
@@ -53,7 +61,7 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     environment["PYTHONPATH"] = str(ROOT)
     commands = {"sh": ["bash", "-e", "-o", "pipefail", "-c"], "python": ["python", "-c"]}
     for language, block in BLOCKS:
-        if language == "text":
+        if language == "text" or needs_executorch(block):
             continue
         if "stream_pack.metal" in block and language == "python" and sys.platform != "darwin":
             block = METAL + block

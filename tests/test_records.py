@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_pack.errors import FormatError, NewerVersionError, NotAPackError
-from stream_pack.header import HEADER_NBYTES, Header
+from stream_pack import header
+from stream_pack.errors import FormatError, LimitError, NewerVersionError, NotAPackError
+from stream_pack.header import Header, HeadKind
 from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 U64 = st.integers(0, 2**64 - 1)
@@ -25,9 +26,50 @@ def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
 ) -> None:
     # FB#6942: beyond 2**31 and 2**32 as well
     data = b"\0\0\0\0MP00" + struct.pack("<QQ", offset, nbytes)
-    assert len(data) == HEADER_NBYTES
-    assert Header(offset, nbytes).encode() == data
-    assert Header.decode(data) == Header(offset, nbytes)
+    written = header.encode(HeadKind.MPS, b"graph", region_file_offset=offset, region_nbytes=nbytes)
+    assert b"".join(written) == data + b"graph"
+    assert Header.decode(data) == Header(HeadKind.MPS, offset, nbytes, 24, None)
+
+
+@given(offset=st.integers(0, 2**32 - 1), nbytes=U64)
+def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_graph(
+    offset: int, nbytes: int
+) -> None:
+    data = b"\0\0\0\0XH00" + struct.pack("<HIIIQ", 30, 32, 5, offset, nbytes) + bytes(2)
+    written = header.encode(
+        HeadKind.XNNPACK, b"graph", region_file_offset=offset, region_nbytes=nbytes
+    )
+    assert b"".join(written) == data + b"graph"
+    assert Header.decode(data) == Header(HeadKind.XNNPACK, offset, nbytes, 32, 5)
+
+
+@given(offset=U64, nbytes=U64)
+def test_that_of_a_ptd_stands_inside_its_flatbuffer(offset: int, nbytes: int) -> None:
+    flatbuffer = struct.pack("<I", 16) + b"FT01" + bytes(range(100))
+    data = (
+        struct.pack("<I", 16 + 48)
+        + b"FT01"
+        + b"FH01"
+        + struct.pack("<IQQQQ", 40, 48, 108, offset, nbytes)
+        + bytes(8)
+        + bytes(range(100))
+    )
+    written = header.encode(
+        HeadKind.PTD, flatbuffer, region_file_offset=offset, region_nbytes=nbytes
+    )
+    assert b"".join(written) == data
+    assert header.graph_end(HeadKind.PTD, flatbuffer) == len(data) == 156
+    assert Header.decode(data[:56]) == Header(HeadKind.PTD, offset, nbytes, 0, 156)
+
+
+def test_a_region_that_the_header_of_xnnpack_cannot_point_at_is_refused() -> None:
+    with pytest.raises(LimitError, match="32 bits") as caught:
+        header.encode(HeadKind.XNNPACK, b"graph", region_file_offset=2**32, region_nbytes=0)
+    assert (caught.value.value, caught.value.limit) == (2**32, 2**32 - 1)
+
+
+XH00 = b"\0\0\0\0XH00"
+FT01 = b"\x40\0\0\0FT01FH01"
 
 
 @pytest.mark.parametrize(
@@ -35,13 +77,24 @@ def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
     [
         (b"", "0 bytes are too few"),
         (b"\0\0\0\0MP00" + bytes(15), "23 bytes are too few"),
+        (XH00 + bytes(23), "31 bytes are too few"),
+        (FT01 + bytes(43), "55 bytes are too few .* 56"),
         (b"\0\0\0\1MP00" + bytes(16), "00 00 00 01"),
         (b"\0\0\0\0MP01" + bytes(16), "4d 50 30 31"),
+        (b"\0\0\0\1XH00" + bytes(24), "00 00 00 01"),
+        (b"\x40\0\0\0FT01FH02" + bytes(44), "FH01"),
+        (b"\x40\0\0\0FT02FH01" + bytes(44), "FT01"),
     ],
 )
 def test_what_is_no_header_is_refused_and_shown(data: bytes, words: str) -> None:
     with pytest.raises(NotAPackError, match=words):
         Header.decode(data)
+
+
+@pytest.mark.parametrize(("nbytes", "more"), [(39, 48), (40, 39), (2**32 - 1, 48)])
+def test_a_header_that_would_not_fit_into_its_gap_is_refused(nbytes: int, more: int) -> None:
+    with pytest.raises(FormatError, match="goes on"):
+        Header.decode(FT01 + struct.pack("<IQQQQ", nbytes, more, 100, 16384, 0) + bytes(8))
 
 
 def test_locator_and_footer_are_the_bytes_of_the_format() -> None:

@@ -7,10 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from stream_pack._version import __version__
 from stream_pack.cli.terminal import printable
+
+if TYPE_CHECKING:
+    from stream_pack.header import To
 
 __all__ = ["STANDARD", "Arguments", "parse"]
 
@@ -36,6 +39,8 @@ class Arguments:
     command: str
     source: str
     target: str = ""
+    to: To = "mps"
+    offset: int = 0
     key: tuple[str, ...] = ()
     ignore_unknown: bool = False
     list_keys: bool = False
@@ -110,7 +115,8 @@ def _parser(*, target_required: bool) -> argparse.ArgumentParser:
 def _convert(parser: argparse.ArgumentParser, *, target_required: bool) -> None:
     parser.description = (
         "Write a pack from a checkpoint: a file of torch.save, safetensors, GGUF or another pack, or a folder "
-        "(Hugging Face shards, Llama shards, a torch.distributed checkpoint, an mmap-ninja array). "
+        "(Hugging Face shards, Llama shards, a torch.distributed checkpoint, an mmap-ninja array); or from the "
+        "constants of a file that ExecuTorch wrote (a .pte, a .ptd, a payload of its MPS or XNNPACK delegate). "
         "A target file is replaced only when the pack is complete."
     )
     parser.add_argument("source", metavar="SOURCE", help="the checkpoint; - reads stdin")
@@ -121,6 +127,13 @@ def _convert(parser: argparse.ArgumentParser, *, target_required: bool) -> None:
         nargs=None if target_required else "?",
         help="the pack; - writes stdout; not needed with --dry-run or --list-keys",
     )
+    parser.add_argument(
+        "--to",
+        choices=("mps", "xnnpack", "ptd"),
+        help="what ExecuTorch takes the pack for: a payload of its MPS delegate (default) or XNNPACK delegate, or a "
+        ".ptd; tensors and checksums are the same",
+    )
+    _offset(parser)
     _nesting(parser)
     _selection(parser)
     parser.add_argument(
@@ -232,14 +245,23 @@ def _selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.description = "List the tensors of a pack, and what fills the file to its last byte."
-    parser.add_argument("source", metavar="PACK", type=_path)
+    parser.description = (
+        "List the tensors of a pack, or of a file that ExecuTorch wrote (a .pte, a .ptd, a payload of its MPS or "
+        "XNNPACK delegate), and what fills the file to its last byte."
+    )
+    parser.add_argument("source", metavar="FILE", type=_path)
+    _offset(parser)
     _json(parser, "print JSON instead of a table")
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range."
-    parser.add_argument("source", metavar="PACK", type=_path)
+    parser.description = (
+        "Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range. Of a file that "
+        "ExecuTorch wrote, which has no checksums, list the faults that can be seen, and verify the packs inside it; "
+        "without a fault the exit code is 3, because nothing was proved."
+    )
+    parser.add_argument("source", metavar="FILE", type=_path)
+    _offset(parser)
     _jobs(parser)
     _json(parser, "print the result as JSON")
     _quiet(parser, "no progress; print nothing when all is well")
@@ -251,6 +273,7 @@ def _metal_plan(parser: argparse.ArgumentParser) -> None:
         "beware of. No Mac is needed. The exit code is 3 when a tensor cannot be used in place."
     )
     parser.add_argument("source", metavar="PACK", type=_path)
+    _offset(parser)
     parser.add_argument(
         "--max-buffer-length",
         metavar="NBYTES",
@@ -258,6 +281,15 @@ def _metal_plan(parser: argparse.ArgumentParser) -> None:
         help="the longest buffer of the device (3.5G, what the smallest Macs allow)",
     )
     _json(parser, "print JSON instead of text")
+
+
+def _offset(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--offset",
+        metavar="NBYTES",
+        type=_nbytes,
+        help="where in the file to begin (0), as inspect says of packs in a .pte",
+    )
 
 
 def _jobs(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,8 @@ from stream_pack.errors import LimitError
 
 if TYPE_CHECKING:
     from stream_pack.align import Alignment
+    from stream_pack.header import To
+    from stream_pack.writer.source import Source
     from stream_pack.writer.torch_save.nesting import Key
 
 __all__ = ["convert", "inspect", "verify"]
@@ -22,6 +24,7 @@ __all__ = ["convert", "inspect", "verify"]
 class _Choices(TypedDict):
     """What :func:`stream_pack.convert` and :func:`stream_pack.forecast` are told alike."""
 
+    to: To
     key: Key
     ignore_unknown: bool
     include: tuple[str, ...]
@@ -39,7 +42,7 @@ class _Choices(TypedDict):
 
 def convert(arguments: Arguments, standard: Standard) -> int:
     """Write a pack, and say what came of it."""
-    source = standard.source() if arguments.source == STANDARD else arguments.source
+    source = _source(arguments, standard)
     if arguments.list_keys:
         return _list_keys(source, arguments, standard)
     target: str | int = arguments.target
@@ -61,6 +64,7 @@ def convert(arguments: Arguments, standard: Standard) -> int:
         raise UsageError(str(error)) from None
 
     choices: _Choices = {
+        "to": arguments.to,
         "key": _key(arguments.key),
         "ignore_unknown": arguments.ignore_unknown,
         "include": arguments.include,
@@ -103,7 +107,18 @@ def convert(arguments: Arguments, standard: Standard) -> int:
     return DONE
 
 
-def _list_keys(source: str | int, arguments: Arguments, standard: Standard) -> int:
+def _source(arguments: Arguments, standard: Standard) -> str | int | Source:
+    """What there is to convert."""
+    if arguments.offset:
+        if arguments.source == STANDARD:
+            raise UsageError("--offset says where in a file to begin: stdin is none")
+        from stream_pack.writer.open_source import open_within
+
+        return open_within(arguments.source, arguments.offset, max_memory=arguments.max_memory)
+    return standard.source() if arguments.source == STANDARD else arguments.source
+
+
+def _list_keys(source: str | int | Source, arguments: Arguments, standard: Standard) -> int:
     """Say what the checkpoint nests where."""
     from dataclasses import asdict
 
@@ -128,15 +143,19 @@ def _key(steps: tuple[str, ...]) -> Key:
 
 
 def inspect(arguments: Arguments, standard: Standard) -> int:
-    """Describe a pack."""
+    """Describe a pack, or a file that ExecuTorch wrote."""
     from stream_pack.metal.plan import plan_metal
     from stream_pack.reader.describe import describe
+    from stream_pack.reader.describe_exported import describe_exported
     from stream_pack.reader.pack import open as open_pack
 
-    with open_pack(arguments.source) as pack:
-        description = describe(pack)
-        metal = plan_metal(pack).summary()
-    text = f"{description.to_text(standard.width())}\n{metal}"
+    description = describe_exported(arguments.source, offset=arguments.offset)
+    metal = ""
+    if description is None:
+        with open_pack(arguments.source, offset=arguments.offset) as pack:
+            description = describe(pack)
+            metal = f"\n{plan_metal(pack).summary()}"
+    text = f"{description.to_text(standard.width())}{metal}"
     standard.write(json.dumps(description.to_json()) if arguments.json else text)
     return DONE
 
@@ -147,7 +166,9 @@ def verify(arguments: Arguments, standard: Standard) -> int:
     from stream_pack.report import human_nbytes
 
     with progress_bar(wanted=not arguments.quiet) as progress:
-        report = verify_pack(arguments.source, jobs=arguments.jobs, progress=progress)
+        report = verify_pack(
+            arguments.source, offset=arguments.offset, jobs=arguments.jobs, progress=progress
+        )
     if arguments.json:
         standard.write(json.dumps(report.to_json()))
     elif report.damages:

@@ -17,7 +17,7 @@ def metal_plan(arguments: Arguments, standard: Standard) -> int:
     from stream_pack.metal.plan import MAX_BUFFER_LENGTH, plan_metal
     from stream_pack.reader.pack import open as open_pack
 
-    with open_pack(arguments.source) as pack:
+    with open_pack(arguments.source, offset=arguments.offset) as pack:
         limit = arguments.max_buffer_length
         try:
             plan = plan_metal(pack, max_buffer_length=MAX_BUFFER_LENGTH if limit is None else limit)

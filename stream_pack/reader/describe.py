@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
 from stream_pack.align import PAGE_NBYTES
-from stream_pack.header import HEADER_NBYTES
+from stream_pack.header import HeadKind
 from stream_pack.index import NO_BUFFER, Index
 from stream_pack.reader.pack import Pack
 from stream_pack.report import human_nbytes
 
-__all__ = ["Description", "Part", "Row", "describe"]
+__all__ = ["Description", "Part", "PayloadRow", "Row", "describe", "rows_of"]
 
+
+_HEADS = {
+    HeadKind.MPS: "a payload of its MPS delegate",
+    HeadKind.XNNPACK: "a payload of its XNNPACK delegate",
+    HeadKind.PTD: "a .ptd",
+}
 
 MAX_CELL = 120
 """Characters of a name, or any other cell, in a table: one long name would widen every row."""
@@ -53,11 +59,36 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class PayloadRow:
+    """What one delegate of an ExecuTorch program receives.
+
+    ``name`` is the method and the delegate's number in it, ``backend`` the delegate's id.  ``kind``: ``"mps"``,
+    ``"xnnpack"``, ``"ptd"``, ``"pack"`` or ``"other"``.  ``constants`` stand in it; ``keyed`` ones are among the named
+    data, of the program or of another file.  ``also_used_by``: other delegates that share it.
+
+    Units: bytes; ``file_offset`` counts from the program's first byte.
+    """
+
+    name: str
+    backend: str
+    kind: str
+    file_offset: int
+    nbytes: int
+    constants: int
+    keyed: int
+    also_used_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Description:
-    """A pack, described.
+    """A pack, or a file that ExecuTorch wrote, described.
 
     ``nbytes`` is the length of the pack; the nbytes of all ``parts`` add up to exactly that.  ``tensors_nbytes``
     counts every tensor as if it stood alone, so it is more than the part "tensors" by what sharing saves.
+    ``head``: of a pack, whose header it begins with: ``"mps"``, ``"xnnpack"`` or ``"ptd"``.
+
+    Of ExecuTorch's files only: the ``payloads`` of a program; how many constants lie in other files (``external``);
+    what is wrong (``faults``).
     """
 
     path: str
@@ -69,6 +100,10 @@ class Description:
     block_nbytes: int | None
     rows: tuple[Row, ...]
     parts: tuple[Part, ...]
+    head: str | None = None
+    payloads: tuple[PayloadRow, ...] = ()
+    external: int = 0
+    faults: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """All fields, as values that the json module takes."""
@@ -78,7 +113,8 @@ class Description:
             "rows": [
                 {field.name: getattr(row, field.name) for field in fields(row)} for row in self.rows
             ],
-            "parts": [{"name": part.name, "nbytes": part.nbytes} for part in self.parts],
+            "parts": [asdict(part) for part in self.parts],
+            "payloads": [asdict(payload) for payload in self.payloads],
         }
 
     def to_text(self, width: int | None = None) -> str:
@@ -99,12 +135,14 @@ def describe(pack: Pack) -> Description:
         metadata=pack.metadata,
         alignment=None if raw else (index.alignment.small, index.alignment.large),
         block_nbytes=None if raw else index.block_nbytes,
-        rows=tuple(_rows(index, contents.region_file_offset, contents.faults)),
+        head=None if raw else pack.head.kind.value,
+        rows=tuple(rows_of(index, contents.region_file_offset, contents.faults)),
         parts=tuple(_parts(pack)),
     )
 
 
-def _rows(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[Row]:
+def rows_of(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[Row]:
+    """A row for each tensor of an index."""
     inside, same = _sharing(index)
     columns = (index.offsets, index.tensor_nbytes, index.tensor_buffers)
     rows = zip(*(column.tolist() for column in columns))
@@ -153,17 +191,19 @@ def _sharing(index: Index) -> tuple[dict[int, int], dict[int, int]]:
 def _parts(pack: Pack) -> Iterator[Part]:
     contents = pack.contents
     index = contents.index
-    yield Part("header", HEADER_NBYTES)
     if pack.kind == "pack":
         head = pack.head
         index_end = head.index_file_offset + head.index_nbytes
-        # The graph with the few zeros that align the index: a flatbuffer does not say where it ends.
-        yield Part("graph", head.index_file_offset - HEADER_NBYTES)
+        yield Part("header", head.kind.header_nbytes)
+        # The graph with the few zeros that align the index: that of an MPS payload does not say where it ends.
+        yield Part("graph", head.index_file_offset - head.kind.header_nbytes)
         yield Part("index", head.index_nbytes)
         yield Part("head padding", head.region_file_offset - head.locator_nbytes - index_end)
         yield Part("locator", head.locator_nbytes)
     else:
-        yield Part("graph", contents.region_file_offset - HEADER_NBYTES)
+        nbytes = HeadKind(pack.kind).header_nbytes
+        yield Part("header", nbytes)
+        yield Part("graph", contents.region_file_offset - nbytes)
     stored = int(index.buffer_nbytes.sum())
     yield Part("tensors", stored)
     yield Part("region padding", contents.region_nbytes - stored)
@@ -211,6 +251,9 @@ def _lines(description: Description, width: int | None) -> Iterator[str]:
         ("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width
     )
     yield ""
+    if description.payloads:
+        yield from _payload_table(description.payloads)
+        yield ""
     total = description.nbytes
     parts = [
         (
@@ -233,11 +276,40 @@ def _lines(description: Description, width: int | None) -> Iterator[str]:
         f"{count} {'tensor' if count == 1 else 'tensors'}, {description.tensors_nbytes} bytes "
         f"({human_nbytes(description.tensors_nbytes)}){saved}"
     )
+    if description.external:
+        yield f"{description.external} more {'lies' if description.external == 1 else 'lie'} in other files"
+    for fault in description.faults:
+        yield f"fault: {printable(fault)}"
     if description.alignment is not None and description.block_nbytes is not None:
         small, large = description.alignment
         yield f"aligned to {small} bytes, large ones to {large}; checksums of {human_nbytes(description.block_nbytes)}"
+    if description.head not in (None, HeadKind.MPS.value):
+        yield f"ExecuTorch takes it for {_HEADS[HeadKind(description.head)]}"
     for key, value in description.metadata.items():
         yield f"metadata {printable(key)} = {printable(value)}"
+
+
+def _payload_table(payloads: Sequence[PayloadRow]) -> Iterator[str]:
+    rows = []
+    for payload in payloads:
+        words = [f"{payload.constants} constants"] if payload.constants else []
+        words += [f"{payload.keyed} by key"] if payload.keyed else []
+        words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
+        words += (
+            [f"also of {_cell(', '.join(payload.also_used_by))}"] if payload.also_used_by else []
+        )
+        rows.append(
+            (
+                _cell(payload.name),
+                _cell(payload.backend),
+                payload.kind,
+                str(payload.nbytes),
+                str(payload.file_offset),
+                ", ".join(words),
+            )
+        )
+    head = ("payload of", "backend", "kind", "nbytes", "file offset", "")
+    yield from _table(head, rows, right={3, 4}, width=None)
 
 
 def _table(

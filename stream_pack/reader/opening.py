@@ -20,12 +20,18 @@ from stream_pack.errors import (
     TruncatedError,
 )
 from stream_pack.head import Head, check_region
-from stream_pack.header import HEADER_NBYTES, Header
+from stream_pack.header import Header, HeadKind
 from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.records import Footer, Locator
-from stream_pack.sniff import CHECKPOINTS, SNIFF_NBYTES, Kind, describe_start, sniff
+from stream_pack.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 
 __all__ = ["check_footer", "check_length", "naming", "read_head", "read_header"]
+
+_RAW = {
+    HeadKind.MPS: "a raw MP00 payload",
+    HeadKind.XNNPACK: "a raw XH00 payload",
+    HeadKind.PTD: "a .ptd that ExecuTorch wrote",
+}
 
 
 def read_header(file: FileRange) -> Header:
@@ -34,10 +40,11 @@ def read_header(file: FileRange) -> Header:
     Raises: NotAPackError, which says what stands there instead; TruncatedError when the file ends inside the header.
     """
     start = file.read(0, SNIFF_NBYTES)
-    if len(start) < HEADER_NBYTES and sniff(start) is Kind.PACK:
-        raise _truncated(file, HEADER_NBYTES, "at least ")
+    kind = HeadKind.of(start)
+    if kind is not None and len(start) < kind.header_nbytes:
+        raise _truncated(file, kind.header_nbytes, "at least ")
     try:
-        return Header.decode(start[:HEADER_NBYTES])
+        return Header.decode(start)
     except NotAPackError as error:
         advice = (
             ": make a pack of it with `stream_pack convert`" if sniff(start) in CHECKPOINTS else ""
@@ -62,8 +69,8 @@ def read_head(file: FileRange) -> Head:
                 "the file is damaged"
             )
         raise RawPayloadError(
-            "neither locator nor footer: a raw MP00 payload, in which nothing can be verified, or a "
-            "pack damaged in both places; pass kind='mps' to open it as a raw payload"
+            f"neither locator nor footer: {_RAW[header.kind]}, in which nothing can be verified, or a pack damaged in "
+            f"both places; pass kind={header.kind.value!r} to open it as it is"
         )
     return head.decode(memoryview(map_shared(file, region)))
 

@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
 from stream_pack.head import Head
+from stream_pack.header import HeadKind
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.lending import Contents, Lender
 from stream_pack.reader.mapping import FileRange
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Kind", "Pack", "Verify", "open"]
 
 Verify = Literal["never", "lazy", "full"]
-Kind = Literal["pack", "mps"]
+Kind = Literal["pack", "mps", "xnnpack", "ptd"]
 
 
 def open(
@@ -51,8 +52,8 @@ def open(
     ``verify``: ``"never"`` proves the head and every bound; ``"lazy"`` proves also the root checksum now and each
     block before a byte of it is handed out; ``"full"`` proves everything now.
 
-    ``kind="mps"`` opens a raw delegate payload of ExecuTorch, whose tensors are named by their ids.  Nothing in it
-    can be verified.
+    ``kind``: ``"mps"`` and ``"xnnpack"`` open a raw delegate payload of ExecuTorch, whose tensors are named by their
+    numbers, ``"ptd"`` one of its data files.  Nothing in these can be verified.
 
     Units: bytes; ``offset`` counts from the file's first byte.
     Copies: none.
@@ -63,8 +64,8 @@ def open(
         raise ValueError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
     if verify not in ("never", "lazy", "full"):
         raise ValueError(f"verify={verify!r}: expected 'never', 'lazy' or 'full'")
-    if kind not in ("pack", "mps"):
-        raise ValueError(f"kind={kind!r}: expected 'pack' or 'mps'")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind={kind!r}: expected 'pack', 'mps', 'xnnpack' or 'ptd'")
     file = FileRange(path, offset=offset, nbytes=nbytes)
     try:
         with naming(file):
@@ -76,12 +77,12 @@ def open(
 
 def _open(file: FileRange, origin: _Origin) -> Pack:
     head = None
-    if origin.kind == "mps":
+    if origin.kind != "pack":
         if origin.verify != "never":
             raise RawPayloadError(
                 "a raw payload has no checksums: there is nothing to verify it against"
             )
-        contents = read_payload(file)
+        contents = read_payload(file, HeadKind(origin.kind))
     else:
         head = read_head(file)
         check_length(file, head, contained=origin.offset != 0 or origin.nbytes is not None)
@@ -176,7 +177,7 @@ class Pack(Mapping[str, View]):
 
     @property
     def kind(self) -> Kind:
-        """``"pack"``, or ``"mps"`` for a raw payload."""
+        """``"pack"``, or what it was opened as: ``"mps"``, ``"xnnpack"``, ``"ptd"``."""
         return self._origin.kind
 
     @property

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 
-from stream_pack import graph
+from stream_pack import front
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
@@ -25,7 +25,6 @@ from stream_pack.errors import (
     TruncatedError,
 )
 from stream_pack.head import Head
-from stream_pack.header import HEADER_NBYTES
 from stream_pack.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import (
     Users,
@@ -34,8 +33,11 @@ from stream_pack.reader.blocks import (
     check_root,
     wrong_blocks,
 )
+from stream_pack.reader.damage import Damage, VerifyReport
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import check_footer, check_length, naming, read_head
+from stream_pack.reader.verify_exported import verify_exported
+from stream_pack.sniff import SNIFF_NBYTES, Kind, sniff
 
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
 
@@ -48,94 +50,6 @@ TASK_BLOCKS = 1024
 PADDING_STEP_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """One thing that is not as it was written, or not as the format has it.
-
-    ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
-    ``"block"``, ``"checksums"`` or ``"footer"``.  ``tensors`` are those that are hit, as far as that is known.
-    ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
-    100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises.
-
-    Units: bytes; the half-open range ``[file_begin, file_end)`` counts from the pack's first byte.
-    """
-
-    part: str
-    file_begin: int
-    file_end: int
-    error: FormatError | ChecksumError
-    tensors: tuple[str, ...] = ()
-    tensor_count: int | None = None
-    buffer: int | None = None
-    block: int | None = None
-
-    def __post_init__(self) -> None:
-        # A traceback would keep the file mapped as long as the report.
-        self.error.__context__ = None
-        self.error.with_traceback(None)
-
-    @property
-    def message(self) -> str:
-        """What is wrong, where, and whose bytes it hits."""
-        return str(self.error)
-
-    def to_json(self) -> dict[str, object]:
-        """All fields, the error as its message; checksums as 16 hex digits."""
-        error = self.error
-        checksums = (
-            {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
-            if isinstance(error, ChecksumError)
-            else {}
-        )
-        return {
-            "part": self.part,
-            "message": self.message,
-            "file_begin": self.file_begin,
-            "file_end": self.file_end,
-            "tensors": list(self.tensors),
-            "tensor_count": self.tensor_count,
-            "buffer": self.buffer,
-            "block": self.block,
-            **checksums,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What was verified, and all damage that was found, in the order of the file.
-
-    ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and their bytes.  ``complete`` is False
-    when the damage hides where the rest is, so that it could not be verified.
-    """
-
-    tensors: int
-    blocks: int
-    nbytes: int
-    complete: bool
-    damages: tuple[Damage, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is damaged."""
-        return not self.damages
-
-    def raise_if_damaged(self) -> None:
-        """Raise the error of the first damage, if there is one."""
-        if self.damages:
-            raise self.damages[0].error
-
-    def to_json(self) -> dict[str, object]:
-        """All fields."""
-        return {
-            "ok": self.ok,
-            "complete": self.complete,
-            "tensors": self.tensors,
-            "blocks": self.blocks,
-            "nbytes": self.nbytes,
-            "damages": [damage.to_json() for damage in self.damages],
-        }
-
-
 def verify(
     path: str | os.PathLike[str],
     *,
@@ -145,6 +59,9 @@ def verify(
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify a file that may be too damaged to be opened.
+
+    Of a file that ExecuTorch wrote (a program, a raw payload, a data file), which has no checksums, the faults that can
+    be seen are damage, and packs inside it are verified.
 
     Arguments: as of :func:`stream_pack.open` and :meth:`Pack.verify`.
     Raises: OSError; NotAPackError, RawPayloadError, NewerVersionError: there is nothing to verify then.  Damage is
@@ -163,7 +80,11 @@ def _verify(
 ) -> VerifyReport:
     try:
         head = read_head(file)
-    except (NotAPackError, RawPayloadError, NewerVersionError):
+    except NewerVersionError:
+        raise
+    except (NotAPackError, RawPayloadError) as error:
+        if isinstance(error, RawPayloadError) or _is_program(file):
+            return verify_exported(file, partial(_verify_inside, file, jobs, progress))
         raise
     except TruncatedError as error:
         return _hidden(Damage("length", file.available, error.expected_nbytes, error))
@@ -184,6 +105,21 @@ def _verify(
     return VerifyReport(
         report.tensors, report.blocks, report.nbytes, report.complete, (*report.damages, *damages)
     )
+
+
+def _is_program(file: FileRange) -> bool:
+    return sniff(file.read(0, SNIFF_NBYTES)) is Kind.PTE
+
+
+def _verify_inside(
+    file: FileRange, jobs: int | None, progress: Progress | None, offset: int, nbytes: int
+) -> VerifyReport:
+    """Verify what stands in a part of ``file``."""
+    part = FileRange(file.path, offset=file.offset + offset, nbytes=nbytes)
+    try:
+        return _verify(part, jobs, progress, contained=True)
+    finally:
+        part.close()
 
 
 def _hidden(damage: Damage, *, tensors: int = 0) -> VerifyReport:
@@ -225,36 +161,17 @@ def _cores() -> int:
 
 def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
     """The graph says of every tensor what the index says."""
-    begin, end = HEADER_NBYTES, head.index_file_offset
+    begin, end = head.kind.graph_file_offset, head.graph_end
     if begin == end:
         yield Damage("graph", begin, end, FormatError(f"no graph before the index at byte {end}"))
         return
+    index = head.index
     try:
-        count = len(head.index)
-        found = graph.decode(memoryview(mapping.array(begin, end - begin)), most=count)
+        data = memoryview(mapping.array(begin, end - begin))
+        rows = np.flatnonzero(front.disagreements(head.kind, data, index)).tolist()
     except FormatError as error:
         yield Damage("graph", begin, end, error)
         return
-    index = head.index
-    wanted = graph.expected_values(index)
-    if len(found.ids) < count:
-        text = f"the graph has {len(found.ids)} constants for {count} tensors"
-        yield Damage("graph", begin, end, FormatError(text))
-        return
-    found_ranks = np.diff(found.dims_ends, prepend=0)
-    ranks = np.diff(wanted.dims_ends, prepend=0)
-    wrong = found_ranks != ranks
-    for name in ("datatypes", "num_dims", "nbytes", "offsets"):
-        wrong |= getattr(found, name) != getattr(wanted, name)
-    same = np.flatnonzero(~wrong)
-    # Dims of the tensors whose ranks agree, side by side.
-    within = np.arange(int(ranks[same].sum())) - np.repeat(
-        np.cumsum(ranks[same]) - ranks[same], ranks[same]
-    )
-    left = found.dims[np.repeat(found.dims_ends[same] - ranks[same], ranks[same]) + within]
-    right = wanted.dims[np.repeat(wanted.dims_ends[same] - ranks[same], ranks[same]) + within]
-    wrong[np.repeat(same, ranks[same])[left != right]] = True
-    rows = np.flatnonzero(wrong).tolist()
     if rows:
         names = tuple(index.name(row) for row in rows)
         text = f"graph (bytes {begin} to {end}) and index disagree about {len(rows)} tensors, the first is {names[0]!r}"
@@ -306,12 +223,13 @@ def _note_keys(index: Index) -> Iterator[tuple[int, bytes]]:
 def _padding_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
     """Whatever stands between the parts is zero."""
     index = head.index
-    yield from _filled(
-        mapping,
-        head.index_file_offset + head.index_nbytes,
-        head.region_file_offset - head.locator_nbytes,
-        "head",
-    )
+    index_end = head.index_file_offset + head.index_nbytes
+    for begin, end in (
+        head.kind.zeros,
+        (head.graph_end, head.index_file_offset),
+        (index_end, head.region_file_offset - head.locator_nbytes),
+    ):
+        yield from _filled(mapping, begin, end, "head")
     begins = np.concatenate((np.zeros(1, np.int64), index.buffer_offsets + index.buffer_nbytes))
     ends = np.append(index.buffer_offsets, head.region_nbytes)
     for gap in np.flatnonzero(ends > begins).tolist():

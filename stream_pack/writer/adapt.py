@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from stream_pack.catalog import Catalog
 from stream_pack.dtypes import BITS
+from stream_pack.errors import UnsupportedTensorError
 from stream_pack.writer.arrival import Arrival
 from stream_pack.writer.cast import CastStream
 from stream_pack.writer.cast_plan import CastRule, CastStorages, cast_catalog
@@ -29,27 +30,45 @@ class Adaptation:
 
 
 def adapted(source: Source, adaptation: Adaptation) -> Source:
-    """``source`` as ``adaptation`` wants it; itself, if that changes nothing.  Raises: SourceError, LimitError."""
-    return source if adaptation == Adaptation() else AdaptedSource(source, adaptation)
+    """``source`` as ``adaptation`` wants it; itself, if that changes nothing.
+
+    Raises: as :func:`stream_pack.writer.select.select` and :func:`stream_pack.writer.cast_plan.cast_catalog`;
+    UnsupportedTensorError for a tensor that the source refuses.
+    """
+    if adaptation == Adaptation():
+        _refuse(source, range(len(source.catalog)))
+        return source
+    catalog, rows = select(source.catalog, adaptation.selection)
+    _refuse(source, rows.tolist())
+    if not adaptation.casts:
+        return AdaptedSource(source, catalog, None)
+    names = [source.catalog.names[row] for row in rows.tolist()]
+    return AdaptedSource(source, *cast_catalog(catalog, adaptation.casts, names))
+
+
+def _refuse(source: Source, rows: Iterable[int]) -> None:
+    refusals = source.refusals
+    row = next((row for row in rows if row in refusals), None) if refusals else None
+    if row is not None:
+        name = source.catalog.names[row]
+        raise UnsupportedTensorError(
+            f"tensor {name!r} {refusals[row]}: leave it out with --exclude (exclude=)", tensor=name
+        )
 
 
 class AdaptedSource(Source):
-    """Selected tensors of ``source``, some of them cast.
+    """Tensors of ``source`` as ``catalog`` has them: selected ones, in another order, some of them cast.
 
-    What is left out is never asked for: a file is not read there, of a pipe it passes by (and is checked, where the
-    source has checksums).
+    ``catalog`` is one over the source's storages and those that ``casts`` makes of them.  What it leaves out is never
+    asked for: a file is not read there, of a pipe it passes by (and is checked, where the source has checksums).
 
     Memory: one more chunk.  Lifetime: owns ``source``.
-    Raises: as :func:`stream_pack.writer.select.select` and :func:`stream_pack.writer.cast_plan.cast_catalog`.
     """
 
-    def __init__(self, source: Source, adaptation: Adaptation) -> None:
+    def __init__(self, source: Source, catalog: Catalog, casts: CastStorages | None) -> None:
         self._source = source
-        self._catalog, rows = select(source.catalog, adaptation.selection)
-        self._casts: CastStorages | None = None
-        if adaptation.casts:
-            names = [source.catalog.names[row] for row in rows.tolist()]
-            self._catalog, self._casts = cast_catalog(self._catalog, adaptation.casts, names)
+        self._catalog = catalog
+        self._casts = casts
 
     @property
     def catalog(self) -> Catalog:
@@ -66,8 +85,8 @@ class AdaptedSource(Source):
     def spool_for(self, requests: Requests) -> int:
         return self._source.spool_for(self._asked(requests))
 
-    def arrival(self, requests: Requests) -> Arrival:
-        return self._source.arrival(self._asked(requests))
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
+        return self._source.arrival(self._asked(requests), chunk_nbytes=chunk_nbytes)
 
     @property
     def chooses_order(self) -> bool:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Arrival", "one_after_another", "one_pass", "waiting_nbytes"]
+__all__ = ["Arrival", "in_any_order", "one_after_another", "one_pass", "waiting_nbytes"]
 
 Arrival: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64]]
 """When each buffer begins to come, and when it is complete, on one clock; its ticks have an order, and no length."""
@@ -21,25 +21,39 @@ def one_pass(
     starts: NDArray[np.int64],
     nbytes: NDArray[np.int64],
     derived: Mapping[int, tuple[int, int, int]],
+    *,
+    chunk_nbytes: int,
 ) -> Arrival:
     """Of buffers that are bytes ``[start, start + nbytes)`` of storages which pass one after the other.
 
-    Buffers that overlap come at the same time.  ``derived`` storages, as of a catalog, come when the one that they are
-    made from has passed whole, by their numbers.
+    A storage passes in chunks of ``chunk_nbytes``, or a multiple of that; each chunk goes to the buffers that lie in
+    it one after the other, by their starts.  ``derived`` storages, as of a catalog, come when the one that they are
+    made from has passed whole, by their numbers, in pieces of any length.
     """
     passes = storages.copy()
     made = np.full(len(storages), _DIRECT, np.int64)
     for buffer in np.flatnonzero(np.isin(storages, _numbers(derived))).tolist():
         made[buffer] = storages[buffer]
         passes[buffer], _, _ = derived[int(storages[buffer])]
-    keys = (np.concatenate([starts, starts + nbytes]), np.tile(made, 2), np.tile(passes, 2))
-    order = np.lexsort(keys)
-    later = np.zeros(len(order), bool)
-    for key in keys:
-        later[1:] |= key[order][1:] != key[order][:-1]
-    ticks = np.empty(len(order), np.int64)
-    ticks[order] = np.cumsum(later)
-    return ticks[: len(storages)], ticks[len(storages) :]
+    count = len(storages)
+    unit = np.where(made == _DIRECT, chunk_nbytes, 1)
+    rank = np.empty(count, np.int64)
+    rank[np.lexsort((starts,))] = np.arange(count)
+    keys = (
+        np.repeat([0, 1], count),  # what begins in its chunk may end there
+        np.tile(rank, 2),
+        np.concatenate([starts // unit, (starts + nbytes - 1) // unit]),
+        np.tile(made, 2),
+        np.tile(passes, 2),
+    )
+    ticks = np.empty(2 * count, np.int64)
+    ticks[np.lexsort(keys)] = np.arange(2 * count)
+    return ticks[:count], ticks[count:]
+
+
+def in_any_order(buffers: int) -> Arrival:
+    """Of buffers of which nobody knows when they come: all wait for the first."""
+    return np.zeros(buffers, np.int64), np.arange(1, buffers + 1, dtype=np.int64)
 
 
 def one_after_another(buffers: int) -> Arrival:

@@ -92,6 +92,18 @@ class ByteStream:
         stream._limit = nbytes
         return stream
 
+    def part(self, begin: int, nbytes: int) -> ByteStream:
+        """Bytes ``[begin, begin + nbytes)`` of a stream that is a regular file, as a stream of their own.
+
+        Lifetime: as long as this stream; closing the part closes nothing.
+        """
+        assert self._file is not None
+        part = type(self)(self._fd)
+        part._base = self._base + begin
+        part._file = self._fd, part._base
+        part._limit = nbytes
+        return part
+
     @contextmanager
     def watched(self, check: Callable[[int], None]) -> Iterator[None]:
         """Inside, ``check(0)`` is called whenever :data:`READ_AHEAD_NBYTES` more have been taken from the source, and
@@ -130,14 +142,15 @@ class ByteStream:
         self._fill(nbytes)
         return self._ahead[self._ahead_at : self._ahead_at + nbytes]
 
-    def read_some(self) -> bytes:
-        """What the next read gives, all that was read ahead first; empty only at the end of the stream.
+    def read_some(self, most: int = READ_AHEAD_NBYTES) -> bytes:
+        """What the next read gives, all that was read ahead first, but not above ``most`` bytes; empty only at the end
+        of the stream.
 
         For a parser that finds the end of its input itself; :meth:`unread` takes back what was too much.
         """
         self._fill(1)
-        some = self._ahead[self._ahead_at :]
-        self._ahead, self._ahead_at = b"", 0
+        some = self._ahead[self._ahead_at : self._ahead_at + most]
+        self._ahead_at += len(some)
         return some
 
     def unread(self, data: bytes) -> None:

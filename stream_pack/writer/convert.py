@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import LimitError, OptionError, SourceError
+from stream_pack.front import plain_front
+from stream_pack.header import To
 from stream_pack.layout import Policy
 from stream_pack.report import Forecast, Report
 from stream_pack.writer.adapt import Adaptation, adapted
@@ -35,6 +37,7 @@ def convert(
     source: Convertible,
     target: str | os.PathLike[str] | int | BinaryWriter,
     *,
+    to: To = "mps",
     key: Key = None,
     ignore_unknown: bool = False,
     include: Patterns | None = None,
@@ -61,6 +64,9 @@ def convert(
     checkpoint, an mmap-ninja array.
     ``target``: a path, which is replaced only when the pack is complete and on disk, or a
     descriptor or binary file object, which is written in order and never closed.
+    ``to``: what ExecuTorch takes the pack for: ``"mps"`` and ``"xnnpack"``, a payload of that delegate; ``"ptd"``, a
+    data file, which its runtimes load beside a program whose tensors are external.  Tensors, checksums and all uses of
+    the pack here are the same; a pack may be converted from one to another.
 
     ``key``: which of the dicts that a torch.save checkpoint nests.  ``"a.b"`` or ``["a", "b"]`` is what stands under
     ``b`` in what stands under ``a`` (a key that holds a dot comes before the two that it could be cut into; items of
@@ -98,6 +104,7 @@ def convert(
     tensors would have one name; LimitError; OSError.  A target path is then as it was before.
     """
     _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
+    front = plain_front(to)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with ExitStack() as stack:
@@ -116,6 +123,7 @@ def convert(
         return write_pack(
             adapted(opened, adaptation),
             sink,
+            front=front,
             policy=policy,
             metadata=metadata or {},
             chunk_nbytes=chunk_nbytes,
@@ -130,6 +138,7 @@ def forecast(
     source: Convertible,
     *,
     to_stream: bool = False,
+    to: To = "mps",
     key: Key = None,
     ignore_unknown: bool = False,
     include: Patterns | None = None,
@@ -151,6 +160,7 @@ def forecast(
     Raises: what :func:`convert` would raise before its first byte.
     """
     _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
+    front = plain_front(to)
     adaptation = _adaptation(include, exclude, rename, dtype, order)
     policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
     with open_source(
@@ -158,6 +168,7 @@ def forecast(
     ) as opened:
         return forecast_pack(
             adapted(opened, adaptation),
+            front=front,
             policy=policy,
             metadata=metadata or {},
             chunk_nbytes=chunk_nbytes,
@@ -171,6 +182,7 @@ def save_file(
     tensors: Mapping[str, torch.Tensor | object] | torch.nn.Module,
     path: str | os.PathLike[str],
     *,
+    to: To = "mps",
     dtype: object = None,
     metadata: Mapping[str, str] | None = None,
     alignment: Alignment = DEFAULT_ALIGNMENT,
@@ -181,7 +193,7 @@ def save_file(
     """Save tensors that are in memory: a mapping of names to torch tensors or NumPy arrays, or a
     module.
 
-    ``dtype`` and the other options: as for :func:`convert`.
+    ``to``, ``dtype`` and the other options: as for :func:`convert`.
 
     Copies: none of contiguous tensors on the CPU; a window at a time of others.
     Raises: SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path``
@@ -190,6 +202,7 @@ def save_file(
     return convert(
         tensors,
         path,
+        to=to,
         dtype=dtype,
         metadata=metadata,
         alignment=alignment,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from stream_pack import head
 from stream_pack.catalog import Catalog
+from stream_pack.front import Front, verifier_tensors
 from stream_pack.layout import Layout, Policy, plan
-from stream_pack.limits import VERIFIER_TENSORS
 from stream_pack.report import Forecast
 from stream_pack.writer.arrival import waiting_nbytes
 from stream_pack.writer.budget import Budget, allow_memory, anonymous_nbytes, budget, give_back
@@ -30,8 +30,9 @@ PLANNED_NBYTES = 500
 SMALL_NBYTES = 4 << 20
 """A plan so small may be made before it is known whether there is memory for the rest."""
 
+NAME_COPIES = 4
 METADATA_COPIES = 6
-"""Lengths of the metadata that encoding the head takes: measured with 80 MB of it."""
+"""Lengths of all names, and of the metadata, that encoding the head takes (measured with 8 and 80 MB)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +49,7 @@ class Prepared:
 def prepare(
     source: Source,
     *,
+    front: Front,
     policy: Policy,
     metadata: Mapping[str, str],
     chunk_nbytes: int,
@@ -62,8 +64,10 @@ def prepare(
     Raises: SourceError, LimitError.
     """
     catalog = _catalog_of(source, metadata)
-    planning = len(catalog) * PLANNED_NBYTES + METADATA_COPIES * sum(
-        len(key) + len(text) for key, text in catalog.metadata.items()
+    planning = (
+        len(catalog) * PLANNED_NBYTES
+        + NAME_COPIES * sum(map(len, catalog.names))
+        + METADATA_COPIES * sum(len(key) + len(text) for key, text in catalog.metadata.items())
     )
     if (
         planning > SMALL_NBYTES
@@ -71,7 +75,7 @@ def prepare(
         give_back()
         allow_memory(planning, max_memory, what="the plan of the pack")
     layout = plan(catalog, policy)
-    encoded = head.encode(layout)
+    encoded = head.encode(layout, front)
     give_back()
     needs = budget(
         max_memory=max_memory,
@@ -82,14 +86,16 @@ def prepare(
         source_nbytes=source.held_nbytes,
         held_nbytes=anonymous_nbytes(),
     )
-    return Prepared(
-        catalog, layout, encoded, needs, spool_needed(source, layout, in_order=in_order)
-    )
+    # Under a limit the chunks depend on what this very process holds, so nothing is made of their length.
+    unit = chunk_nbytes if max_memory is None else 1
+    spool_nbytes = spool_needed(source, layout, chunk_nbytes=unit, in_order=in_order)
+    return Prepared(catalog, layout, encoded, needs, spool_nbytes)
 
 
 def forecast_pack(
     source: Source,
     *,
+    front: Front,
     policy: Policy,
     metadata: Mapping[str, str],
     chunk_nbytes: int,
@@ -103,6 +109,7 @@ def forecast_pack(
     """
     prepared = prepare(
         source,
+        front=front,
         policy=policy,
         metadata=metadata,
         chunk_nbytes=chunk_nbytes,
@@ -127,7 +134,7 @@ def forecast_pack(
         casts=count_casts(catalog),
         spool_nbytes=prepared.spool_nbytes,
         peak_memory_nbytes=prepared.budget.peak_nbytes,
-        warnings=(*source.remarks, *warnings_of(catalog)),
+        warnings=(*source.remarks, *warnings_of(catalog, front)),
     )
 
 
@@ -142,25 +149,29 @@ def requests_of(layout: Layout) -> Requests:
     return Requests(layout.buffer_storages, layout.buffer_starts, layout.index.buffer_nbytes)
 
 
-def spool_needed(source: Source, layout: Layout, *, in_order: bool) -> int:
+def spool_needed(source: Source, layout: Layout, *, chunk_nbytes: int, in_order: bool) -> int:
     """Temporary disk space that the conversion takes at its peak, in bytes.
 
-    ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  This is never too little,
-    and 0 only where nothing waits, unless a pipe brings its storages in another order than its head lists them.
+    ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  ``chunk_nbytes``: as for
+    :meth:`stream_pack.writer.source.Source.arrival`.  This is never too little, and 0 only where nothing waits, unless
+    a pipe brings the first of its storages in the order that is expected, and a later one not.
     """
     requests = requests_of(layout)
     gathering = source.spool_for(requests)
     if not in_order or source.chooses_order:
         return gathering
-    return gathering + waiting_nbytes(source.arrival(requests), requests.nbytes)
+    return gathering + waiting_nbytes(
+        source.arrival(requests, chunk_nbytes=chunk_nbytes), requests.nbytes
+    )
 
 
-def warnings_of(catalog: Catalog) -> tuple[str, ...]:
+def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
     """What a person should know about a pack of these tensors."""
-    if len(catalog) <= VERIFIER_TENSORS:
+    most = verifier_tensors(front.kind)
+    if len(catalog) <= most:
         return ()
     warning = (
         f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
-        f"{VERIFIER_TENSORS}; stream_pack reads it all the same"
+        f"{most}; stream_pack reads it all the same"
     )
     return (warning,)

@@ -8,24 +8,17 @@ as it is, everything else as JSON (with ``NaN`` and ``Infinity``, and single byt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from stream_pack.catalog import Catalog, CatalogBuilder
+from stream_pack.catalog import CatalogBuilder
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.data_section import DataSectionSource
 from stream_pack.writer.gguf_header import read_gguf_header
-from stream_pack.writer.scatter import Scatter
-from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
 
 __all__ = ["GgufSource"]
 
-DATA = "the data of the tensors"
 
-
-class GgufSource(Source):
+class GgufSource(DataSectionSource):
     """The tensors of a GGUF file, by data offset.
-
-    All data is one storage, and no two tensors share bytes of it.
 
     Lifetime: owns ``stream``, which stands at the file's first byte.
     Raises: as :func:`stream_pack.writer.gguf_header.read_gguf_header`; TruncatedSourceError and trailing bytes are
@@ -33,8 +26,9 @@ class GgufSource(Source):
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._header = header = read_gguf_header(stream)
+        self._data_begin, self._data_nbytes = header.data_begin, header.data_nbytes
         builder = CatalogBuilder()
         for tensor in header.tensors:
             builder.add(
@@ -50,45 +44,12 @@ class GgufSource(Source):
             self._check_end(stream.file_nbytes)
 
     @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
     def kind(self) -> str:
         return "GGUF"
 
-    @property
-    def chooses_order(self) -> bool:
-        return self._stream.regular_file is not None
-
-    @property
-    def verification(self) -> str:
-        return "the source carries no checksum"
-
-    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        chunk_nbytes = options.chunk_nbytes
-        if self._stream.regular_file is not None:
-            places = zip(requests.starts.tolist(), requests.nbytes.tolist(), strict=True)
-            for buffer, (start, nbytes) in enumerate(places):
-                self._stream.seek(self._header.data_begin + start)
-                for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=DATA):
-                    yield buffer, chunk
-            return
-        scatter = Scatter(requests)
-        if self._header.data_nbytes:
-            self._stream.skip(
-                self._header.data_begin - self._header.end, what="the padding before the data"
-            )
-        for chunk in self._stream.chunks(
-            self._header.data_nbytes, chunk_nbytes=chunk_nbytes, what=DATA
-        ):
-            yield from scatter.pieces(0, chunk)
-        scatter.finish()
+    def _check_end_of_pipe(self) -> None:
         following = self._stream.peek(self._header.padded_end - self._stream.position + 1)
         self._check_end(self._stream.position + len(following))
-
-    def close(self) -> None:
-        self._stream.close()
 
     def _check_end(self, nbytes: int) -> None:
         """``nbytes``: of the whole source, as far as it was seen."""

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
 from stream_pack import dtypes, head
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
-from stream_pack.catalog import CatalogBuilder
+from stream_pack.catalog import Catalog, CatalogBuilder
 from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
+from stream_pack.front import plain_front
+from stream_pack.header import To
 from stream_pack.index import NO_BUFFER
 from stream_pack.layout import Policy, plan
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, open_sink
 
-__all__ = ["Spec", "Writer"]
+__all__ = ["BytesLike", "Spec", "Specs", "Writer", "chunks_of", "specified"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -37,13 +39,17 @@ class Spec:
     shape: Sequence[int]
 
 
+Specs: TypeAlias = "Mapping[str, Spec | tuple[object, Sequence[int]]]"
+"""What every tensor will be, by name, in the order of the pack."""
+
+
 class Writer:
     """Writes a pack tensor by tensor.
 
     ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each that
     has bytes; a path takes them in any order, a stream in the order of ``specs``.  Leaving the
     ``with`` normally completes the file, by an exception abandons it; a path is replaced only when
-    complete.
+    complete.  ``to``: whose header the pack begins with, as for :func:`stream_pack.convert`.
 
     Copies: none of the chunks given.
     Raises: SourceError, LimitError for bad specs; OSError.
@@ -52,18 +58,15 @@ class Writer:
     def __init__(
         self,
         target: str | os.PathLike[str] | int | BinaryWriter,
-        specs: Mapping[str, Spec | tuple[object, Sequence[int]]],
+        specs: Specs,
         *,
+        to: To = "mps",
         metadata: Mapping[str, str] | None = None,
         alignment: Alignment = DEFAULT_ALIGNMENT,
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        builder = CatalogBuilder()
-        for number, (name, given) in enumerate(specs.items()):
-            spec = given if isinstance(given, Spec) else Spec(*given)
-            dtype, shape = _resolve(name, spec)
-            builder.add(name, dtype, shape, storage=number, start=0)
-        catalog = builder.build(storages_nbytes=0, metadata=metadata)
+        front = plain_front(to)
+        catalog = specified(specs, metadata)
         policy = Policy(alignment=alignment, block_nbytes=block_nbytes)
         self._buffers = {
             name: number for number, name in enumerate(catalog.names) if catalog.nbytes[number]
@@ -72,7 +75,7 @@ class Writer:
         self._sink = open_sink(target)
         try:
             layout = plan(catalog, policy)
-            self._pack = PackWriter(layout, head.encode(layout), self._sink)
+            self._pack = PackWriter(layout, head.encode(layout, front), self._sink)
             self._pack.start(reserve=True)
         except BaseException:
             self._sink.abort()
@@ -125,8 +128,7 @@ class Writer:
         index = self._pack.layout.index
         expected = 0 if buffer is None else int(index.buffer_nbytes[buffer])
         given = 0
-        for chunk in [chunks] if isinstance(chunks, (bytes, bytearray, memoryview)) else chunks:
-            view = memoryview(chunk).cast("B")
+        for view in chunks_of(chunks):
             given += len(view)
             if given > expected:
                 break
@@ -175,6 +177,25 @@ class Writer:
             self.close()
         else:
             self.abandon()
+
+
+def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
+    """The catalog of tensors that are only specified: each has a storage of its own, by its number in ``specs``.
+
+    Raises: UnsupportedTensorError, SourceError, LimitError.
+    """
+    builder = CatalogBuilder()
+    for number, (name, given) in enumerate(specs.items()):
+        spec = given if isinstance(given, Spec) else Spec(*given)
+        dtype, shape = _resolve(name, spec)
+        builder.add(name, dtype, shape, storage=number, start=0)
+    return builder.build(storages_nbytes=0, metadata=metadata)
+
+
+def chunks_of(given: BytesLike | Iterable[BytesLike]) -> Iterator[memoryview]:
+    """One bytes-like object or several, as views of single bytes.  Copies: none."""
+    for chunk in [given] if isinstance(given, (bytes, bytearray, memoryview)) else given:
+        yield memoryview(chunk).cast("B")
 
 
 def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from stream_pack.errors import OptionError, SourceError, UnsupportedCheckpointError
+from stream_pack.errors import (
+    OptionError,
+    RawPayloadError,
+    SourceError,
+    UnsupportedCheckpointError,
+)
 from stream_pack.sniff import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.writer.budget import allow_memory
 from stream_pack.writer.bytestream import BinaryReader, ByteStream
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
     from stream_pack.writer.torch_save.outline import Nested
 
-__all__ = ["Convertible", "list_keys", "open_source"]
+__all__ = ["Convertible", "list_keys", "open_source", "open_within"]
 
 Convertible: TypeAlias = (
     "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
@@ -30,6 +35,10 @@ Convertible: TypeAlias = (
 """A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
 a mapping of names to tensors or arrays, a module, or a source.
 """
+
+
+STEP_MEMORY_NBYTES = 2 << 20
+"""What the next step of parsing may take before memory is looked at again."""
 
 
 def open_source(
@@ -68,6 +77,23 @@ def open_source(
     return opened
 
 
+def open_within(
+    path: str | os.PathLike[str],
+    offset: int,
+    *,
+    spool: Spool | None = None,
+    max_memory: int | None = None,
+) -> Source:
+    """Open what begins at byte ``offset`` of a regular file; bytes may follow a pack there.
+
+    Raises: as :func:`open_source`.
+    """
+    nbytes = max(0, os.stat(path).st_size - offset)
+    stream = ByteStream.open_range(path, offset, nbytes)
+    opening = _Opening(flattening(), spool, max_memory, within=True)
+    return opening.stream(stream)
+
+
 def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
     """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that
     nests nothing.
@@ -99,16 +125,17 @@ class _Opening:
     flatten: Flatten
     spool: Spool | None
     max_memory: int | None = None
+    within: bool = False
 
     def source(self, source: Convertible) -> Source:
         if isinstance(source, (str, os.PathLike)):
             return self._path(Path(source))
         if isinstance(source, int):
-            return self._stream(ByteStream(source))
+            return self.stream(ByteStream(source))
         if isinstance(source, Source):
             return source
         if not isinstance(source, Mapping) and hasattr(source, "read"):
-            return self._stream(ByteStream(cast("BinaryReader", source)))
+            return self.stream(ByteStream(cast("BinaryReader", source)))
         from stream_pack.writer.live import LiveSource
 
         return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
@@ -118,17 +145,20 @@ class _Opening:
         if path.is_dir():
             from stream_pack.writer.sets.recognise import open_folder
 
-            return open_folder(path, open_file=self._file, flatten=self.flatten)
+            return open_folder(
+                path, open_file=self._file, flatten=self.flatten, allow=self._check_memory
+            )
         from stream_pack.writer.sets.hugging_face import is_index_name, open_hugging_face
 
         if is_index_name(path.name):
-            return open_hugging_face(path, open_file=self._file)
+            return open_hugging_face(path, open_file=self._file, allow=self._check_memory)
         return self._file(path)
 
     def _file(self, path: Path) -> Source:
-        return self._stream(ByteStream.open_path(path))
+        return self.stream(ByteStream.open_path(path))
 
-    def _stream(self, stream: ByteStream) -> Source:
+    def stream(self, stream: ByteStream) -> Source:
+        """The source that ``stream`` is, which it owns, also when there is an error."""
         try:
             if self.max_memory is None:
                 return self._known(stream)
@@ -139,7 +169,9 @@ class _Opening:
             raise
 
     def _check_memory(self, nbytes: int) -> None:
-        allow_memory(nbytes, self.max_memory, what="reading what the source holds")
+        allow_memory(
+            nbytes + STEP_MEMORY_NBYTES, self.max_memory, what="reading what the source holds"
+        )
 
     def _known(self, stream: ByteStream) -> Source:
         """The source that reads the kind of file that ``stream`` begins like."""
@@ -161,8 +193,19 @@ class _Opening:
             from stream_pack.writer.gguf_source import GgufSource
 
             return GgufSource(stream)
-        if kind is Kind.PACK:
+        if kind in (Kind.PACK, Kind.PTD):
             from stream_pack.writer.pack_source import PackSource
 
-            return PackSource(stream)
+            try:
+                return PackSource(stream, within=self.within)
+            except RawPayloadError:
+                from stream_pack.exported.survey import survey_payload
+                from stream_pack.writer.exported.source import open_exported
+
+                return open_exported(stream, survey_payload, spool=self.spool)
+        if kind is Kind.PTE:
+            from stream_pack.exported.survey import survey_program
+            from stream_pack.writer.exported.source import open_exported
+
+            return open_exported(stream, survey_program, spool=self.spool)
         raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")

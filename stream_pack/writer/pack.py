@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TypeAlias
 
 from stream_pack import head
+from stream_pack.front import Front
 from stream_pack.layout import Layout, Policy
 from stream_pack.records import Footer
 from stream_pack.report import Report
@@ -90,7 +91,10 @@ class PackWriter:
 
         Raises: TruncatedSourceError when bytes are missing.
         """
-        checksums = self._hasher.finish().tobytes()
+        return self.finish_with(self._hasher.finish().tobytes())
+
+    def finish_with(self, checksums: bytes) -> int:
+        """:meth:`finish` of a region that others have written and hashed: ``checksums`` are those of its blocks."""
         footer = head.encode_footer(self.head, checksums)
         self._sink.put(self.head.checksums_file_offset, checksums)
         self._sink.put(self.head.footer_file_offset, footer)
@@ -102,6 +106,7 @@ def write_pack(
     source: Source,
     sink: Sink,
     *,
+    front: Front,
     policy: Policy,
     metadata: Mapping[str, str],
     chunk_nbytes: int,
@@ -112,14 +117,15 @@ def write_pack(
 ) -> Report:
     """Stream ``source`` into ``sink``, in at most ``max_memory`` bytes if that is given.
 
-    The bytes written depend on the catalog and ``policy`` alone, not on ``chunk_nbytes`` or
-    ``jobs``.
+    The bytes written depend on the catalog, ``front`` and ``policy`` alone, not on ``chunk_nbytes``
+    or ``jobs``.
     Raises: LimitError and SourceError before a byte is written as far as the catalog shows;
     SourceError, OSError.
     """
     began = time.perf_counter()
     prepared = prepare(
         source,
+        front=front,
         policy=policy,
         metadata=metadata,
         chunk_nbytes=chunk_nbytes,
@@ -179,7 +185,7 @@ def write_pack(
         seconds=time.perf_counter() - began,
         checksum=checksum,
         verification=source.verification,
-        warnings=(*source.remarks, *warnings_of(catalog)),
+        warnings=(*source.remarks, *warnings_of(catalog, front)),
     )
 
 

@@ -26,7 +26,7 @@ from stream_pack.errors import (
     UnsupportedTensorError,
 )
 from stream_pack.head import Head, check_region, decode, root_checksum
-from stream_pack.header import HEADER_NBYTES, Header
+from stream_pack.header import MAX_HEADER_NBYTES, Header
 from stream_pack.index import NO_BUFFER, PACK_NOTE, Index
 from stream_pack.records import Footer, Locator
 from stream_pack.writer.block_runs import block_runs
@@ -43,16 +43,21 @@ STEP_NBYTES = 1 << 20
 class PackSource(Source):
     """The tensors of a pack, in its order, with its metadata and notes; a storage is one of its buffers.
 
+    ``within``: the pack stands inside another file, a regular one, whose bytes may follow.
+
     Lifetime: owns ``stream``, which stands at the pack's first byte.
     Raises: FormatError and its kinds, ChecksumError (of the head), UnsupportedTensorError for a dtype that only a later
-    version knows; of a pipe's length and its blocks, only :meth:`stream` can tell.
+    version knows; of a pipe's length and its blocks, only :meth:`stream` can tell.  RawPayloadError leaves ``stream``
+    at the first byte.
     """
 
-    def __init__(self, stream: ByteStream) -> None:
+    def __init__(self, stream: ByteStream, *, within: bool = False) -> None:
         self._stream = stream
         self._head = _read_head(stream)
         if stream.file_nbytes is not None:
-            _check_length(stream.file_nbytes, self._head.pack_nbytes)
+            room = stream.file_nbytes
+            expected = self._head.pack_nbytes
+            _check_length(min(room, expected) if within else room, expected)
         self._catalog = _catalog(self._head.index)
         self._verification = "nothing was read"
 
@@ -214,7 +219,7 @@ class PackSource(Source):
 
 
 def _read_head(stream: ByteStream) -> Head:
-    header = Header.decode(stream.peek(HEADER_NBYTES))
+    header = Header.decode(stream.peek(MAX_HEADER_NBYTES))
     check_region(header)
     try:
         data = b"".join(
@@ -224,17 +229,19 @@ def _read_head(stream: ByteStream) -> Head:
         # The locator, which knows the pack's length, is missing; so much is certain.
         raise _truncated(error.position, header.region_file_offset + header.region_nbytes) from None
     if not Locator.stands_before(data) and _is_raw_payload(stream):
+        stream.unread(data) if stream.file_nbytes is None else stream.seek(0)
         raise RawPayloadError(
-            "an MP00 payload of ExecuTorch, not a pack: its tensors have no names; give the checkpoint it was made from"
+            f"ExecuTorch's own ({header.kind.value}), not a pack: it has neither index nor checksums; give the "
+            "checkpoint it was made from"
         )
     return decode(memoryview(data))
 
 
 def _is_raw_payload(stream: ByteStream) -> bool:
-    """Whether a file without a locator has no footer either (of a pipe, nobody knows in time)."""
+    """Whether a file without a locator has no footer either (of a pipe, whoever reads it looks in time)."""
     nbytes = stream.file_nbytes
     if nbytes is None:
-        return False
+        return True
     stream.seek(max(0, nbytes - len(Footer.MAGIC)))
     return not Footer.stands_before(stream.peek(len(Footer.MAGIC)))
 

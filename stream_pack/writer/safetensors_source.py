@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from stream_pack.catalog import Catalog, CatalogBuilder
+from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_SAFETENSORS
 from stream_pack.errors import (
     StreamPackError,
@@ -22,8 +21,7 @@ from stream_pack.errors import (
 )
 from stream_pack.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.scatter import Scatter
-from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
+from stream_pack.writer.data_section import DataSectionSource
 
 __all__ = ["SafetensorsSource"]
 
@@ -39,8 +37,6 @@ METADATA_KEY = "__metadata__"
 SHARDS_KEY = "DCP_SHARDING_INFO"
 """torch.distributed.checkpoint's metadata where the "tensors" are pieces of tensors."""
 
-DATA = "the data of the tensors"
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -53,10 +49,8 @@ class _Entry:
     end: int
 
 
-class SafetensorsSource(Source):
+class SafetensorsSource(DataSectionSource):
     """The tensors of a safetensors file, by data offset, then name.
-
-    All data is one storage, and no two tensors share bytes of it.
 
     Lifetime: owns ``stream``, which stands at the file's first byte.
     Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, UnsupportedTensorError for a
@@ -64,7 +58,7 @@ class SafetensorsSource(Source):
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        self._stream = stream
+        super().__init__(stream)
         entries, metadata = _parse(_read_header(stream))
         self._data_begin = stream.position
         self._data_nbytes = _check_offsets(entries)
@@ -81,39 +75,12 @@ class SafetensorsSource(Source):
             self._check_end(stream.file_nbytes)
 
     @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
     def kind(self) -> str:
         return "safetensors"
 
-    @property
-    def chooses_order(self) -> bool:
-        return self._stream.regular_file is not None
-
-    @property
-    def verification(self) -> str:
-        return "the source carries no checksum"
-
-    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        chunk_nbytes = options.chunk_nbytes
-        if self._stream.regular_file is not None:
-            places = zip(requests.starts.tolist(), requests.nbytes.tolist(), strict=True)
-            for buffer, (start, nbytes) in enumerate(places):
-                self._stream.seek(self._data_begin + start)
-                for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=DATA):
-                    yield buffer, chunk
-            return
-        scatter = Scatter(requests)
-        for chunk in self._stream.chunks(self._data_nbytes, chunk_nbytes=chunk_nbytes, what=DATA):
-            yield from scatter.pieces(0, chunk)
-        scatter.finish()
+    def _check_end_of_pipe(self) -> None:
         if not self._stream.at_end():
             self._check_end(None)
-
-    def close(self) -> None:
-        self._stream.close()
 
     def _check_end(self, nbytes: int | None) -> None:
         """``nbytes``: of the whole source; None: more than there may be."""

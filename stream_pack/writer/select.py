@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stream_pack.catalog import Catalog
 from stream_pack.errors import OptionError, SourceError
 
-__all__ = ["Order", "Rename", "Selection", "matches", "select"]
+__all__ = ["Order", "Rename", "Selection", "matches", "select", "take_rows"]
 
 Order: TypeAlias = Literal["source", "name"]
 """``"source"``: as the source has them.  ``"name"``: by the UTF-8 bytes of their (new) names."""
@@ -99,7 +99,7 @@ def select(catalog: Catalog, selection: Selection) -> tuple[Catalog, NDArray[np.
         order = sorted(range(len(names)), key=names.__getitem__)
         names = [names[row] for row in order]
         rows = rows[order]
-    return _rows(catalog, rows, names), rows
+    return take_rows(catalog, rows, names), rows
 
 
 def matches(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -145,7 +145,7 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
     return list(given)
 
 
-def _rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:
+def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:
     """The given tensors in the given order, under the given names."""
     ends = catalog.dims_ends
     ranks = np.diff(ends, prepend=0)[rows]

@@ -21,15 +21,14 @@ from stream_pack.checksum import zeros
 from stream_pack.descriptor import write_some
 from stream_pack.errors import StateError
 from stream_pack.writer.source import Chunk, Zeros
+from stream_pack.writer.temporary import create_temporary, sweep
+from stream_pack.writer.writeback import WritebackFile, rest_of
 
 __all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink"]
 
 BATCH_NBYTES = 1 << 20
 BATCH_PARTS = 512
 """Parts of one gathering write, below the 1,024 of Linux's and macOS's IOV_MAX."""
-
-EARLY_NBYTES = 8 << 20
-"""Bytes after which the disk is told to begin with them: enough for long writes, few against any large pack."""
 
 _S = TypeVar("_S", bound="Sink")
 
@@ -121,15 +120,6 @@ class Sink(abc.ABC):
         self.abort()
 
 
-def _rest(parts: list[memoryview], written: int) -> list[memoryview]:
-    """What is left of ``parts`` after their first ``written`` bytes."""
-    for number, part in enumerate(parts):
-        if written < len(part):
-            return [part[written:], *parts[number + 1 :]]
-        written -= len(part)
-    return []
-
-
 class FileSink(Sink):
     """A new file beside the target, which replaces it in :meth:`commit`; until then the target
     stays as it is.
@@ -137,7 +127,8 @@ class FileSink(Sink):
     A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new
     file obeys the umask.
     Lifetime: the temporary file goes with :meth:`abort`, with this object, or when the interpreter
-    ends; only a killed process leaves one, named ``.stream_pack-*.tmp``.
+    ends; only a killed process leaves one, named ``.stream_pack-*.tmp``, which the next one in this folder removes.
+    ``temporary`` is its path until then.
     Raises: OSError, also when the target is neither absent nor a regular file, or could not be
     replaced in the end.
     """
@@ -154,16 +145,13 @@ class FileSink(Sink):
             raise OSError(code, os.strerror(code), self._target)
         if old is not None:
             _check_sticky(self.folder, old, self._path)
-        self._temporary = os.path.join(self.folder, f".stream_pack-{os.urandom(8).hex()}.tmp")
-        # 0o666: the kernel takes the umask off.
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
         try:
-            self._file = os.open(self._temporary, flags, 0o666)
+            self._file, self.temporary = create_temporary(self.folder)
         except OSError as error:
             # Of the folder's faults, under the name that the caller knows.
             raise OSError(error.errno, error.strerror, self._path) from None
-        self._discard = weakref.finalize(self, _discard, self._file, self._temporary)
-        self._unsent = (0, 0)
+        self._discard = weakref.finalize(self, _discard, self._file, self.temporary)
+        self._output = WritebackFile(self._file, name=self._target)
         try:
             if old is not None:
                 _keep_owner_and_mode(self._file, old)
@@ -177,6 +165,7 @@ class FileSink(Sink):
 
     def begin(self, nbytes: int, *, reserve: bool) -> None:
         super().begin(nbytes, reserve=reserve)
+        sweep(self.folder)  # first: what a killed run has left may be what fills the disk
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if reserve and nbytes > free:
@@ -184,31 +173,19 @@ class FileSink(Sink):
         os.ftruncate(self._file, nbytes)
 
     def _write(self, position: int, parts: list[memoryview]) -> None:
-        while parts:
-            written = os.pwritev(self._file, parts, position)
-            if written == 0:
-                raise OSError(errno.EIO, "a write of several bytes wrote none", self._target)
-            self._send_early(position, position + written)
-            position += written
-            parts = _rest(parts, written)
+        self._output.write(position, parts)
 
-    def _send_early(self, begin: int, end: int) -> None:
-        """Have the disk begin with what was written, so that :meth:`commit` does not wait for all of it at its end."""
-        first, last = self._unsent
-        if begin != last:
-            first = begin
-        if end - first >= EARLY_NBYTES:
-            _begin_writeback(self._file, first, end - first)
-            first = end
-        self._unsent = (first, end)
+    def sync(self) -> None:
+        """Write what is held and have it on the disk: from here on other machines can read it.  Raises: OSError."""
+        self.flush()
+        os.fsync(self._file)
 
     def commit(self) -> None:
         if not self._discard.alive:
             raise StateError("this sink was committed or aborted before")
-        self.flush()
-        os.fsync(self._file)
+        self.sync()
         try:
-            os.replace(self._temporary, self._target)
+            os.replace(self.temporary, self._target)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._path) from None
         # The name is gone from here on: what is left to discard is the descriptor.
@@ -253,7 +230,7 @@ class StreamSink(Sink):
             self._send([part])
 
     def _send(self, parts: Sequence[memoryview]) -> None:
-        rest = [part for part in parts if len(part)]
+        rest: Sequence[memoryview] = [part for part in parts if len(part)]
         while rest:
             if isinstance(self._stream, int):
                 written: int | None = write_some(self._stream, rest)
@@ -261,7 +238,7 @@ class StreamSink(Sink):
                 written = self._stream.write(rest[0])
             if not written:
                 raise OSError(errno.EIO, "a write of several bytes to the stream wrote none")
-            rest = _rest(rest, written)
+            rest = rest_of(rest, written)
 
     def commit(self) -> None:
         self.flush()
@@ -329,14 +306,6 @@ def _stat(path: str) -> os.stat_result | None:
         return os.stat(path)
     except FileNotFoundError:
         return None
-
-
-def _begin_writeback(file: int, position: int, nbytes: int) -> None:
-    # Linux starts to write dirty pages that are said to be no longer needed, does not wait for them, and drops only
-    # pages that are clean, which these are not yet.  Elsewhere the call is missing, or does less.
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # advice: a file system may have no use for it
-            os.posix_fadvise(file, position, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _discard(file: int, temporary: str) -> None:

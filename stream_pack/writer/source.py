@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias, TypeVar
@@ -108,14 +108,21 @@ class Source(abc.ABC):
         """Whether it can give the buffers in any order; a pipe cannot."""
         return True
 
-    def arrival(self, requests: Requests) -> Arrival:
-        """When :meth:`stream` brings these buffers if the sink is a stream.
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
+        """When :meth:`stream` brings these buffers if the sink is a stream, in chunks of ``chunk_nbytes`` or a multiple
+        of that.
 
-        A source that cannot choose is taken to bring one storage after the other, each from its start.
+        A source that cannot choose is taken to bring one storage after the other, each from its start in whole chunks.
         """
         if self.chooses_order:
             return one_after_another(len(requests))
-        return one_pass(requests.storages, requests.starts, requests.nbytes, self.catalog.derived)
+        return one_pass(
+            requests.storages,
+            requests.starts,
+            requests.nbytes,
+            self.catalog.derived,
+            chunk_nbytes=chunk_nbytes,
+        )
 
     @property
     def held_nbytes(self) -> int:
@@ -127,6 +134,12 @@ class Source(abc.ABC):
         """Whether it yields :class:`Zeros`, so that a file may become longer than the disk has
         room."""
         return False
+
+    @property
+    def refusals(self) -> Mapping[int, str]:
+        """Why tensors (by their rows in the catalog) cannot be packed, in words that follow their name: whoever wants
+        one of them is refused."""
+        return {}
 
     @property
     def remarks(self) -> tuple[str, ...]:

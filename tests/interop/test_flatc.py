@@ -14,11 +14,13 @@ from stream_pack import head
 from stream_pack.align import Alignment
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_NAME
+from stream_pack.front import MPS
 from stream_pack.layout import Policy, plan
 from tests.vectors.minimal_reader import integers, read
 
 ROOT = Path(__file__).parent.parent.parent
-VECTOR = (ROOT / "tests" / "vectors" / "v1-mp00.pack").read_bytes()
+VECTORS = ROOT / "tests" / "vectors"
+VECTOR = (VECTORS / "v1-mp00.pack").read_bytes()
 SCHEMA = ROOT / "stream_pack" / "schema"
 
 pytestmark = pytest.mark.skipif(
@@ -65,6 +67,46 @@ def test_the_graph_names_every_tensor_and_has_no_nodes(tmp_path: Path) -> None:
     ]
 
 
+def test_the_graph_of_xnnpack_has_every_tensor_as_a_constant_and_no_nodes(tmp_path: Path) -> None:
+    vector = (VECTORS / "v1-xh00.pack").read_bytes()
+    begin, nbytes = integers(vector, "I", 10, 2)
+    graph = decoded(vector[begin : begin + nbytes], "xnn_graph.fbs", tmp_path)
+    assert graph["version"] == "0"
+    assert graph["xnodes"] == graph["xvalues"] == graph["input_ids"] == graph["output_ids"] == []
+    reserved = {"offset": 0, "size": 0}
+    assert graph["constant_data"] == [
+        reserved,
+        *(
+            {"offset": tensor.file_offset - 16384, "size": len(tensor.data)}
+            for tensor in read(vector).tensors.values()
+        ),
+    ]
+
+
+def test_the_flatbuffer_of_a_ptd_names_every_tensor_with_its_header_in_it(tmp_path: Path) -> None:
+    vector = (VECTORS / "v1-ft01.pack").read_bytes()
+    (nbytes,) = integers(vector, "Q", 24, 1)
+    tensors = decoded(vector[: 48 + nbytes], "flat_tensor.fbs", tmp_path)
+    assert tensors["version"] == 0
+    places = [
+        (tensors["segments"][entry["segment_index"]], entry["key"], entry["tensor_layout"])
+        for entry in tensors["named_data"]
+    ]
+    kinds = {"float32": "FLOAT", "bfloat16": "BFLOAT16", "int64": "LONG"}
+    assert places == [
+        (
+            {"offset": tensor.file_offset - 16384, "size": len(tensor.data)},
+            name,
+            {
+                "scalar_type": kinds[tensor.dtype],
+                "sizes": list(tensor.shape),
+                "dim_order": list(range(len(tensor.shape))),
+            },
+        )
+        for name, tensor in read(vector).tensors.items()
+    ]
+
+
 def test_the_index_has_the_columns_of_the_text(tmp_path: Path) -> None:
     begin, nbytes = integers(VECTOR, "Q", 16384 - 48, 2)
     index = decoded(VECTOR[begin : begin + nbytes], "index.fbs", tmp_path)
@@ -104,7 +146,7 @@ def test_lengths_and_offsets_at_the_edges_of_integers_arrive_whole(
     builder.add("first", BY_NAME["uint8"], (before,), storage=0, start=0)
     builder.add("second", BY_NAME["uint8"], (5,), storage=1, start=0)
     policy = Policy(Alignment(small=16, large=16, large_nbytes=16), block_nbytes=1 << 30)
-    encoded = head.encode(plan(builder.build(storages_nbytes=0), policy))
+    encoded = head.encode(plan(builder.build(storages_nbytes=0), policy), MPS)
     place = encoded.head.index_file_offset
     graph = decoded(encoded.front[24:place], "graph.fbs", tmp_path)
     index = decoded(encoded.front[place:], "index.fbs", tmp_path)

@@ -17,9 +17,13 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
 import stream_pack
+from stream_pack.header import To
 from tests.vectors.minimal_reader import read
 
-VECTOR = (Path(__file__).parent.parent / "vectors" / "v1-mp00.pack").read_bytes()
+FOLDER = Path(__file__).parent.parent / "vectors"
+VECTOR = (FOLDER / "v1-mp00.pack").read_bytes()
+VECTORS: dict[To, str] = {"mps": "v1-mp00.pack", "xnnpack": "v1-xh00.pack", "ptd": "v1-ft01.pack"}
+KINDS = st.sampled_from(list(VECTORS))
 
 
 def tensors_of_the_vector() -> dict[str, torch.Tensor]:
@@ -34,10 +38,25 @@ def tensors_of_the_vector() -> dict[str, torch.Tensor]:
     }
 
 
-def test_the_writer_writes_the_vector_byte_for_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", VECTORS)
+def test_the_writer_writes_the_vector_byte_for_byte(to: To, tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    stream_pack.save_file(tensors_of_the_vector(), path, to=to, metadata={"format": "pt"})
+    assert path.read_bytes() == (FOLDER / VECTORS[to]).read_bytes()
+
+
+def test_by_default_the_writer_writes_the_head_of_mps(tmp_path: Path) -> None:
     path = tmp_path / "pack"
     stream_pack.save_file(tensors_of_the_vector(), path, metadata={"format": "pt"})
     assert path.read_bytes() == VECTOR
+
+
+@pytest.mark.parametrize("to", VECTORS)
+@pytest.mark.parametrize("source", VECTORS)
+def test_a_vector_converts_into_any_other_by_itself(source: To, to: To, tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    stream_pack.convert(FOLDER / VECTORS[source], path, to=to)
+    assert path.read_bytes() == (FOLDER / VECTORS[to]).read_bytes()
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
@@ -66,15 +85,19 @@ ARRAYS = st.sampled_from(DTYPES).flatmap(
 )
 
 
-@given(tensors=st.dictionaries(st.text(max_size=8), ARRAYS, max_size=8))
+# A NUL in a name is refused for a .ptd, and has a test of its own.
+NAMES = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
+
+
+@given(tensors=st.dictionaries(NAMES, ARRAYS, max_size=8), to=KINDS)
 def test_every_tensor_comes_back_bit_for_bit(
-    tensors: dict[str, NDArray[np.generic]], tmp_path_factory: pytest.TempPathFactory
+    tensors: dict[str, NDArray[np.generic]], to: To, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("foreign") / "pack"
-    stream_pack.save_file(tensors, path, metadata={"key": "value"}, block_nbytes=4096)
+    stream_pack.save_file(tensors, path, to=to, metadata={"key": "value"}, block_nbytes=4096)
     data = path.read_bytes()
     pack = read(data)
-    assert pack.nbytes == len(data)
+    assert (pack.kind, pack.nbytes) == (to, len(data))
     assert pack.metadata == {"key": "value"}
     assert list(pack.tensors) == list(tensors)
     for name, array in tensors.items():

@@ -9,44 +9,10 @@ from pathlib import Path
 import pytest
 
 import stream_pack
-from stream_pack.catalog import Catalog, CatalogBuilder
-from stream_pack.dtypes import BY_NAME
-from stream_pack.writer.source import Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.header import To
+from tests.support.sparse_source import SparseSource
 
 GIB = 1 << 30
-
-
-class SparseSource(Source):
-    """Tensors of zeros that end in 8 bytes of their own: their number, little-endian."""
-
-    def __init__(self, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-        builder = CatalogBuilder()
-        total = 0
-        for number, (name, (dtype, shape)) in enumerate(tensors.items()):
-            total += builder.add(name, BY_NAME[dtype], shape, storage=number, start=0)
-        self._catalog = builder.build(storages_nbytes=total)
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "sparse"
-
-    @property
-    def sparse(self) -> bool:
-        return True
-
-    @property
-    def verification(self) -> str:
-        return "nothing to verify"
-
-    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        for buffer, nbytes in enumerate(requests.nbytes.tolist()):
-            if nbytes > 8:
-                yield buffer, Zeros(nbytes - 8)
-            yield buffer, int(requests.storages[buffer]).to_bytes(8, "little")
 
 
 def tail(path: Path, end: int) -> int:
@@ -61,10 +27,12 @@ def sparse_path(tmp_path: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_a_tensor_may_stand_above_4_gib(sparse_path: Path) -> None:
+@pytest.mark.parametrize("to", ["mps", "xnnpack", "ptd"])
+def test_a_tensor_may_stand_above_4_gib(to: To, sparse_path: Path) -> None:
     report = stream_pack.convert(
         SparseSource({"a": ("uint8", (5 * GIB,)), "b": ("float64", (3,)), "c": ("int64", (1,))}),
         sparse_path,
+        to=to,
     )
     assert report.target_nbytes == sparse_path.stat().st_size > 5 * GIB
     with stream_pack.open(sparse_path) as pack:

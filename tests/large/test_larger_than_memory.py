@@ -16,6 +16,7 @@ from stream_pack import ChecksumError, head
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.checksum import xxh3_of_zeros
 from stream_pack.dtypes import BY_NAME
+from stream_pack.front import MPS
 from stream_pack.layout import Policy, plan
 from stream_pack.reader.describe import describe
 from tests.support.memory import anonymous_nbytes
@@ -37,7 +38,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     builder.add("huge", BY_NAME["uint8"], (HUGE_NBYTES // MIB, MIB), storage=1, start=0)
     builder.add("last", BY_NAME["float32"], (3,), storage=2, start=0)
     layout = plan(builder.build(storages_nbytes=0), Policy(block_nbytes=BLOCK_NBYTES))
-    encoded = head.encode(layout)
+    encoded = head.encode(layout, MPS)
     first, last = np.arange(3, dtype="<f4").tobytes(), np.arange(7, 10, dtype="<f4").tobytes()
     blocks = [xxh3_of_zeros(BLOCK_NBYTES)] * (HUGE_NBYTES // BLOCK_NBYTES)
     sums = [xxhash.xxh3_64_intdigest(first), *blocks, xxhash.xxh3_64_intdigest(last)]

@@ -7,6 +7,7 @@ import numpy as np
 from stream_pack import graph, head
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_NAME
+from stream_pack.front import MPS
 from stream_pack.layout import Policy, plan
 
 COUNT = 1_000_000
@@ -23,7 +24,7 @@ def test_a_million_names_are_planned_written_and_found_again() -> None:
     builder = CatalogBuilder()
     for number in range(COUNT):
         builder.add(name(number), U8, (number % 5 + 1,), storage=number, start=0)
-    encoded = head.encode(plan(builder.build(storages_nbytes=0), Policy()))
+    encoded = head.encode(plan(builder.build(storages_nbytes=0), Policy()), MPS)
     assert len(encoded.front) > 100 << 20
     assert encoded.head.region_nbytes == (COUNT * 256 + 16383) // 16384 * 16384
     data = memoryview(encoded.front + bytes(encoded.padding_nbytes) + encoded.locator)

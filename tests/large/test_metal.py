@@ -14,6 +14,7 @@ from stream_pack import head
 from stream_pack.catalog import CatalogBuilder
 from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import TensorTooLarge
+from stream_pack.front import MPS
 from stream_pack.layout import Policy, plan
 from stream_pack.metal import Device
 from stream_pack.metal.plan import plan_metal
@@ -35,7 +36,7 @@ def sparse(tmp_path: Path) -> Path:
     builder = CatalogBuilder()
     for number, (name, shape) in enumerate(SHAPES.items()):
         builder.add(name, BY_NAME["float32"], shape, storage=number, start=0)
-    encoded = head.encode(plan(builder.build(storages_nbytes=8 * GIB), Policy()))
+    encoded = head.encode(plan(builder.build(storages_nbytes=8 * GIB), Policy()), MPS)
     found = encoded.head
     path = tmp_path / "sparse.pack"
     with path.open("wb") as file:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import subprocess
 import sys
 import zipfile
@@ -13,6 +15,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import stream_pack
 from tests.support.memory import Measured, measure, needs_proc
@@ -121,6 +131,82 @@ def test_a_limit_is_kept_while_the_head_of_a_checkpoint_is_read(
         assert measured.peak_anonymous_nbytes <= limit
         assert target.exists() == (not measured.stdout)
     assert target.exists()  # 500 MB were enough
+
+
+NAMES = [f"model.layers.{number}.attention.wq.weight" for number in range(50_000)]
+
+
+def hugging_face_of_many(folder: Path) -> None:
+    folder.mkdir()
+    weight_map = {}
+    for number in range(5):
+        names = NAMES[number::5]
+        header = json.dumps(
+            {
+                name: {"dtype": "U8", "shape": [1], "data_offsets": [k, k + 1]}
+                for k, name in enumerate(names)
+            }
+        ).encode()
+        data = len(header).to_bytes(8, "little") + header + bytes(len(names))
+        (folder / f"{number}.safetensors").write_bytes(data)
+        weight_map.update(dict.fromkeys(names, f"{number}.safetensors"))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def distributed_of_many(folder: Path) -> None:
+    """Metadata of chunks that stand 2,000 bytes apart in a file that begins like one of torch's."""
+    folder.mkdir()
+    one = torch.Size([1])
+    properties = TensorProperties(dtype=torch.float32)
+    chunks = [ChunkStorageMetadata(torch.Size([0]), one)]
+    metadata = Metadata(
+        {name: TensorStorageMetadata(properties, one, chunks) for name in NAMES},
+        planner_data={name: ("model", name.removeprefix("model.")) for name in NAMES},
+        storage_data={
+            MetadataIndex(name, torch.Size([0]), 0): _StorageInfo("__0_0.distcp", 2000 * k, 2000)
+            for k, name in enumerate(NAMES)
+        },
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "__0_0.distcp").write_bytes(b"PK\3\4")
+    os.truncate(folder / "__0_0.distcp", 2000 * len(NAMES))
+
+
+def torch_save_of_many(path: Path) -> None:
+    torch.save({name: torch.tensor(k) for k, name in enumerate(NAMES)}, path)
+
+
+def deflated_of_many(path: Path) -> None:
+    torch_save_of_many(path)
+    parts = records(path.read_bytes())
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, data in parts.items():
+            made.writestr(f"archive/{name}", data)
+
+
+def pickle_bomb(path: Path) -> None:
+    """A few kilobytes that expand to millions of lists."""
+    pickled = b"\x80\x02}X\1\0\0\0w](" + (b"(" + b"]" * 1000 + b"l") * 2000 + b"es."
+    parts = records(saved({"w": torch.ones(1)})) | {"data.pkl": pickled}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name, data in parts.items():
+            made.writestr(f"archive/{name}", data)
+    assert path.stat().st_size < 10_000
+
+
+@pytest.mark.parametrize(
+    "write",
+    [hugging_face_of_many, distributed_of_many, torch_save_of_many, deflated_of_many, pickle_bomb],
+)
+def test_a_limit_is_kept_while_a_pickle_or_the_files_of_a_set_are_read(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    write(source)
+    steps = (40 * MB, 60 * MB, 80 * MB, 100 * MB)
+    peaks = [limited(limit, source, "forecast").peak_anonymous_nbytes for limit in steps]
+    assert all(peak <= limit for peak, limit in zip(peaks, steps))
+    assert peaks[-1] > 50 * MB  # unlike what nobody limits, this does not fit into the first
 
 
 def test_the_forecast_names_the_limit_that_the_conversion_has(tmp_path: Path) -> None:

@@ -60,9 +60,10 @@ def test_something_else_is_named(path: Path, start: bytes, words: str) -> None:
 
 def test_a_wrong_magic_is_shown_beside_the_right_one(path: Path, data: bytes) -> None:
     # ET#2533
-    error = refused(path, b"\0\0\0\0XH00" + data[8:], NotAPackError)
-    assert "58 48 30 30" in str(error)
+    error = refused(path, b"\0\0\0\0XH01" + data[8:], NotAPackError)
+    assert "58 48 30 31" in str(error)
     assert "4d 50 30 30" in str(error)
+    assert "58 48 30 30" in str(error)
 
 
 def test_folders_and_files_that_are_not_there_are_the_systems_errors(tmp_path: Path) -> None:

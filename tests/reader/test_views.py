@@ -438,6 +438,7 @@ def test_a_closed_pack_says_that_it_is_closed(path: Path) -> None:
 
 def test_notes_of_a_tensor_are_read(path: Path) -> None:
     from stream_pack import head
+    from stream_pack.front import MPS
     from stream_pack.layout import Policy, plan
 
     builder = CatalogBuilder()
@@ -445,7 +446,9 @@ def test_notes_of_a_tensor_are_read(path: Path) -> None:
     builder.add(
         "b", BY_NAME["uint8"], (0,), storage=0, start=0, notes={"type": "Q4_0", "by": "hand"}
     )
-    encoded = head.encode(plan(builder.build(storages_nbytes=0, metadata={"k": "v"}), Policy()))
+    encoded = head.encode(
+        plan(builder.build(storages_nbytes=0, metadata={"k": "v"}), Policy()), MPS
+    )
     footer = head.encode_footer(encoded.head, b"")
     path.write_bytes(encoded.front + bytes(encoded.padding_nbytes) + encoded.locator + footer)
     with stream_pack.open(path, verify="full") as pack:

@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 import stream_pack
+from stream_pack.header import To
 
 __all__ = ["BLOCK_NBYTES", "LOCATOR", "Places", "pack_bytes", "places", "reseal", "tensors"]
 
@@ -44,11 +45,13 @@ def pack_bytes(
     content: Mapping[str, torch.Tensor] | None = None,
     *,
     metadata: Mapping[str, str] | None = None,
+    to: To = "mps",
 ) -> bytes:
     """Write a pack of ``content`` (None: :func:`tensors`) with blocks of 4096 bytes, and return its bytes."""
     stream_pack.save_file(
         tensors() if content is None else content,
         path,
+        to=to,
         metadata=metadata,
         block_nbytes=BLOCK_NBYTES,
     )
@@ -70,7 +73,12 @@ class Places:
 
 def places(data: bytes | bytearray) -> Places:
     """Read the header and the locator of a whole pack of version 1."""
-    region, region_nbytes = struct.unpack_from("<QQ", data, 8)
+    if data[4:8] == b"FT01":
+        region, region_nbytes = struct.unpack_from("<QQ", data, 32)
+    elif data[4:8] == b"XH00":
+        region, region_nbytes = struct.unpack_from("<IQ", data, 18)
+    else:
+        region, region_nbytes = struct.unpack_from("<QQ", data, 8)
     index, index_nbytes, nbytes, *_ = LOCATOR.unpack_from(data, region - LOCATOR.size)
     return Places(
         region=region,

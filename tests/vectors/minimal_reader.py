@@ -20,6 +20,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Pack:
+    kind: str
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
     nbytes: int
@@ -78,10 +79,18 @@ def split(values: bytes | tuple[int, ...], ends: tuple[int, ...]) -> list[tuple[
     return [tuple(values[begin:end]) for begin, end in zip((0, *ends), ends, strict=False)]
 
 
-def read(data: bytes) -> Pack:
-    # Section 2, header.
+def header(data: bytes) -> tuple[str, int, int]:
+    """Section 2: kind, R and region nbytes."""
+    if data[4:12] == b"FT01FH01":
+        return "ptd", integer(data, "Q", 32), integer(data, "Q", 40)
+    if data[:8] == b"\0\0\0\0XH00":
+        return "xnnpack", integer(data, "I", 18), integer(data, "Q", 22)
     assert data[:8] == b"\0\0\0\0MP00"
-    region, region_nbytes = integers(data, "Q", 8, 2)
+    return "mps", integer(data, "Q", 8), integer(data, "Q", 16)
+
+
+def read(data: bytes) -> Pack:
+    kind, region, region_nbytes = header(data)
     # Section 3, locator.
     assert data[region - 8 : region] == b"\x89SPL\r\n\x1a\n"
     assert integer(data, "I", region - 12) == 1
@@ -119,6 +128,7 @@ def read(data: bytes) -> Pack:
     assert data[nbytes - 8 : nbytes] == b"\x89SPF\r\n\x1a\n"
     assert footer + integer(data, "I", nbytes - 16) == nbytes
     return Pack(
+        kind=kind,
         tensors=tensors,
         metadata={key: value for tensor, key, value in notes if tensor == 0xFFFFFFFF},
         nbytes=nbytes,

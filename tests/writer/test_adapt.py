@@ -13,7 +13,7 @@ import torch
 import stream_pack
 from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import LimitError, SourceChecksumError, SourceError
-from stream_pack.writer.adapt import Adaptation, AdaptedSource, adapted
+from stream_pack.writer.adapt import Adaptation, adapted
 from stream_pack.writer.cast_plan import cast_rules
 from stream_pack.writer.live import LiveSource
 from stream_pack.writer.safetensors_source import SafetensorsSource
@@ -93,7 +93,7 @@ def expected_of(given: dict[str, torch.Tensor]) -> dict[str, Expected]:
 class TestTensorsInMemory(SourceSuite):
     @pytest.fixture
     def make(self) -> MakeSource:
-        return lambda: AdaptedSource(LiveSource(tensors()), ADAPTATION)
+        return lambda: adapted(LiveSource(tensors()), ADAPTATION)
 
     @pytest.fixture
     def expected(self) -> dict[str, Expected]:
@@ -104,7 +104,7 @@ class TestATorchFile(TestTensorsInMemory):
     @pytest.fixture
     def make(self, tmp_path: Path) -> MakeSource:
         data = saved(tensors())
-        return lambda: AdaptedSource(TorchZipSource(file_stream(data, tmp_path)), ADAPTATION)
+        return lambda: adapted(TorchZipSource(file_stream(data, tmp_path)), ADAPTATION)
 
 
 class TestATorchPipe(TestTensorsInMemory):
@@ -113,7 +113,7 @@ class TestATorchPipe(TestTensorsInMemory):
     @pytest.fixture
     def make(self) -> MakeSource:
         data = saved(tensors())
-        return lambda: AdaptedSource(TorchZipSource(pipe_stream(data, step=1)), ADAPTATION)
+        return lambda: adapted(TorchZipSource(pipe_stream(data, step=1)), ADAPTATION)
 
 
 class TestASafetensorsPipe(TestTensorsInMemory):
@@ -124,7 +124,7 @@ class TestASafetensorsPipe(TestTensorsInMemory):
         data = safetensors.torch.save(
             {name: tensor.contiguous() for name, tensor in apart().items()}
         )
-        return lambda: AdaptedSource(SafetensorsSource(pipe_stream(data, step=1)), ADAPTATION)
+        return lambda: adapted(SafetensorsSource(pipe_stream(data, step=1)), ADAPTATION)
 
 
 def apart() -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def test_nothing_to_adapt_is_the_source_itself() -> None:
 def test_what_is_left_out_of_a_pipe_is_verified_all_the_same() -> None:
     data = bytearray(saved({"taken": torch.arange(9.0), "left out": torch.arange(1000.0)}))
     data[data.index(torch.arange(990.0, 999.0).numpy().tobytes())] ^= 1
-    source = AdaptedSource(
+    source = adapted(
         TorchZipSource(pipe_stream(bytes(data), step=4096)),
         Adaptation(Selection(include=("taken",))),
     )
@@ -228,7 +228,7 @@ class Sparse(ScriptedSource):
 
 
 def test_a_hole_is_cast_to_a_hole() -> None:
-    half = AdaptedSource(Sparse(), Adaptation(casts=cast_rules("f16")))
+    half = adapted(Sparse(), Adaptation(casts=cast_rules("f16")))
     assert half.sparse
     _, requests = requests_for(half.catalog)
     (_, one), (_, hole) = half.stream(requests, options())
@@ -266,7 +266,7 @@ def test_sorting_a_pipe_into_a_stream_needs_a_spool_and_says_so_before_the_first
 def test_rules_for_dtypes_match_the_names_that_the_source_has() -> None:
     renames = (Rename.parse("s/old/new/"),)
     adaptation = Adaptation(Selection(renames=renames), cast_rules({"new": "f64", "old": "f16"}))
-    source = AdaptedSource(LiveSource({"old": torch.ones(2)}), adaptation)
+    source = adapted(LiveSource({"old": torch.ones(2)}), adaptation)
     assert source.catalog.names == ("new",)
     assert source.catalog.nbytes.tolist() == [4]
 

@@ -12,7 +12,9 @@ import torch
 
 import stream_pack
 from stream_pack.errors import LimitError
+from stream_pack.front import MPS, PTD, XNNPACK, Front
 from stream_pack.report import Forecast, Report
+from stream_pack.writer.forecast import warnings_of
 from tests.support.torch_zips import records, saved
 from tests.writer.byte_sources import Dribble
 
@@ -33,6 +35,18 @@ def assert_foretold(forecast: Forecast, report: Report) -> None:
     for field in dataclasses.fields(Forecast):
         if field.name not in ("buffers", "peak_memory_nbytes"):
             assert getattr(forecast, field.name) == getattr(report, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("front", "most"),
+    [(MPS, 499_999), (XNNPACK, 999_998), (PTD, 333_333)],
+    ids=["mps", "xnnpack", "ptd"],
+)
+def test_tensors_that_a_verifier_would_refuse_are_warned_of(front: Front, most: int) -> None:
+    # FlatBuffers' C++ Verifier visits a million tables by default.  docs/FORMAT.md, section 9.
+    assert warnings_of(range(most), front) == ()  # type: ignore[arg-type]
+    (warning,) = warnings_of(range(most + 1), front)  # type: ignore[arg-type]
+    assert f"refuse a graph above {most}" in warning
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16", "f64"])

@@ -19,6 +19,7 @@ import xxhash
 from stream_pack.catalog import Catalog, CatalogBuilder
 from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
+from stream_pack.front import MPS
 from stream_pack.layout import Policy
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
@@ -78,6 +79,7 @@ def write(
         return write_pack(
             source,
             sink,
+            front=MPS,
             policy=Policy(block_nbytes=block_nbytes),
             metadata={},
             chunk_nbytes=1 << 20,

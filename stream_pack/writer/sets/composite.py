@@ -24,6 +24,7 @@ from stream_pack.writer.arrival import Arrival
 from stream_pack.writer.source import Piece, Requests, Source, StreamOptions
 
 __all__ = [
+    "Allow",
     "JoinedSource",
     "Member",
     "OpenFile",
@@ -37,6 +38,9 @@ __all__ = [
 
 OpenFile: TypeAlias = Callable[[Path], Source]
 """How a single file is opened, whatever its kind; sets do not care which kinds there are."""
+
+Allow: TypeAlias = Callable[[int], None]
+"""Is told how many bytes of memory are about to be taken for what a set's own files say; raises if that is too much."""
 
 MAX_LISTED = 10
 MAX_SHOWN = 100
@@ -167,6 +171,18 @@ class JoinedSource(Source):
         )
 
     @property
+    def refusals(self) -> Mapping[int, str]:
+        found = {}
+        base = 0
+        for member in self._members:
+            refusals = member.source.refusals
+            found.update(
+                {base + at: refusals[r] for at, r in enumerate(member.rows) if r in refusals}
+            )
+            base += len(member.rows)
+        return found
+
+    @property
     def spool_nbytes(self) -> int:
         return max((member.source.spool_nbytes for member in self._members), default=0)
 
@@ -176,14 +192,14 @@ class JoinedSource(Source):
             (m.source.spool_for(part) for m, (_, part) in zip(self._members, parts)), default=0
         )
 
-    def arrival(self, requests: Requests) -> Arrival:
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
         if self.chooses_order:
-            return super().arrival(requests)
+            return super().arrival(requests, chunk_nbytes=chunk_nbytes)
         begins, ends = np.empty((2, len(requests)), np.int64)
         now = 0
         for member, (buffers, part) in zip(self._members, self._parts(requests)):
             if buffers:
-                first, last = member.source.arrival(part)
+                first, last = member.source.arrival(part, chunk_nbytes=chunk_nbytes)
                 begins[buffers], ends[buffers] = now + first, now + last
                 now += int(last.max())
         return begins, ends

@@ -32,7 +32,7 @@ from stream_pack.writer.sets.assembly import (
     tiled,
     trimmed,
 )
-from stream_pack.writer.sets.composite import listed, member_path, say_where, together
+from stream_pack.writer.sets.composite import Allow, listed, member_path, say_where, together
 from stream_pack.writer.sets.dcp_metadata import Place, ShardedTensor, read_metadata
 from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions
 from stream_pack.writer.torch_save.globals import Storage, Tensor
@@ -50,7 +50,7 @@ class DcpSource(Source):
     """The whole tensors, in the order of the metadata.
 
     A training loop saves ``{"model": ..., "optimizer": ...}``: ``flatten`` chooses among the nested dicts, and names
-    their tensors, just as in a checkpoint that is one file.
+    their tensors, just as in a checkpoint that is one file.  ``allow``: see :data:`Allow`.
 
     Only the files' lengths are checked when it is made; a chunk is opened when its bytes are due.
 
@@ -58,9 +58,9 @@ class DcpSource(Source):
     element once, what ``flatten`` refuses; UnsupportedTensorError; TruncatedSourceError; OSError.
     """
 
-    def __init__(self, folder: Path, *, flatten: Flatten) -> None:
+    def __init__(self, folder: Path, *, flatten: Flatten, allow: Allow) -> None:
         self._folder = folder
-        found = read_metadata(folder / METADATA)
+        found = read_metadata(folder / METADATA, allow=allow)
         chosen = flatten(_nested(found.tensors), ())
         self._remarks = list(chosen.remarks)
         if found.ignored:

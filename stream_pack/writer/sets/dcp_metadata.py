@@ -19,13 +19,20 @@ from stream_pack.dtypes import BY_TORCH
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.writer.sets.assembly import Box
-from stream_pack.writer.sets.composite import regular_file
+from stream_pack.writer.sets.composite import Allow, regular_file
 from stream_pack.writer.torch_save.globals import TABLE
-from stream_pack.writer.torch_save.unpickler import OddKey, Opaque, Unpickler, malformed
+from stream_pack.writer.torch_save.unpickler import (
+    STEP_NBYTES,
+    OddKey,
+    Opaque,
+    Unpickler,
+    malformed,
+)
 
 __all__ = ["Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
 
-READ_NBYTES = 1 << 20
+ENTRY_NBYTES = 600
+"""Memory that each tensor, and each chunk, takes beside what the pickle has become (measured with 200,000)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +72,17 @@ class ShardedTensors:
     files: frozenset[str]
 
 
-def read_metadata(path: Path) -> ShardedTensors:
+def read_metadata(path: Path, *, allow: Allow) -> ShardedTensors:
     """Read ``.metadata``; of each tensor only the numbers' types and ranges are checked.
 
-    Raises: UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError; OSError.
+    Raises: what ``allow`` raises; UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError; OSError.
     """
     with open(regular_file(path), "rb") as file:
         unpickler = Unpickler(
-            lambda: file.read(READ_NBYTES), find_global=_find_global, find_persistent=_no_storage
+            lambda: file.read(STEP_NBYTES),
+            find_global=_find_global,
+            find_persistent=_no_storage,
+            allow=allow,
         )
         value = unpickler.load()
         if unpickler.rest or file.read(1):
@@ -81,6 +91,7 @@ def read_metadata(path: Path) -> ShardedTensors:
     entries, data = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if type(entries) is not dict or type(data) is not dict:
         raise _unknown("it has no state_dict_metadata or no storage_data")
+    allow(ENTRY_NBYTES * (len(entries) + len(data)))
     places = _places(data)
     paths = metadata.get("planner_data")
     paths = paths if type(paths) is dict else {}

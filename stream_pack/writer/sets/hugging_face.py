@@ -8,10 +8,12 @@ Source: transformers, ``save_pretrained`` and ``load_sharded_checkpoint``: ``*.i
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.writer.sets.composite import (
+    Allow,
     JoinedSource,
     Member,
     OpenFile,
@@ -27,26 +29,35 @@ __all__ = ["is_index_name", "open_hugging_face"]
 MAX_INDEX_NBYTES = 256 << 20
 """About 100 bytes a tensor, so more than two million of them."""
 
+INDEX_COPIES = 2
+ENTRY_NBYTES = 400
+"""Memory that the index takes while it is parsed: lengths of it, and for each colon (measured)."""
+
+JOINED_NBYTES = 250
+"""What joining the files takes for each of their tensors (measured)."""
+
 
 def is_index_name(name: str) -> bool:
     """Whether a file of this name is an index: ``model.safetensors.index.json``, ``....index.fp16.json``."""
     return name.endswith(".json") and ".index." in name
 
 
-def open_hugging_face(index: Path, *, open_file: OpenFile) -> Source:
+def open_hugging_face(index: Path, *, open_file: OpenFile, allow: Allow) -> Source:
     """The tensors that the index at ``index`` names, file by file in the order of the files' names, each
     file in its own order.
 
     Tensors of the files that the index does not name are left out, and counted in the remarks.  ``total_size`` is
-    not looked at: tools have written it in several ways.
+    not looked at: tools have written it in several ways.  ``allow``: see
+    :data:`stream_pack.writer.sets.composite.Allow`.
 
     Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
     is not in its file; what ``open_file`` raises; OSError.
     """
-    files = _read_index(index)
+    files = _read_index(index, allow)
     paths = [member_path(index.parent, name, told_by=index.name) for name in files]
     sources = open_members(paths, open_file)
     try:
+        allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
         return _join(index.name, files, sources)
     except BaseException:
         for source in sources:
@@ -89,12 +100,14 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
     )
 
 
-def _read_index(path: Path) -> dict[str, dict[str, None]]:
+def _read_index(path: Path, allow: Allow) -> dict[str, dict[str, None]]:
     """The names of the tensors of each file, files in the order of their names."""
     with open(regular_file(path), "rb") as file:
+        allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
         text = file.read(MAX_INDEX_NBYTES + 1)
     if len(text) > MAX_INDEX_NBYTES:
         raise _not_an_index(path, f"is longer than {MAX_INDEX_NBYTES} bytes")
+    allow(len(text) + ENTRY_NBYTES * text.count(b":"))
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except StreamPackError:

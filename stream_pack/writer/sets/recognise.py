@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
-from stream_pack.writer.sets.composite import OpenFile, listed
+from stream_pack.writer.sets.composite import Allow, OpenFile, listed
 from stream_pack.writer.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
 from stream_pack.writer.sets.hugging_face import is_index_name, open_hugging_face
 from stream_pack.writer.sets.llama import LlamaSource, is_shard_name
@@ -24,10 +24,11 @@ _LOOKED_FOR = (
 )
 
 
-def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Source:
+def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: Allow) -> Source:
     """The set of files that ``folder`` holds, as one source.
 
-    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved.
+    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved; ``allow``: see
+    :data:`stream_pack.writer.sets.composite.Allow`.
 
     Raises: UnsupportedCheckpointError for a folder that holds none, or more than one; as the set's own source; OSError.
     """
@@ -51,7 +52,7 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Sourc
             "itself, or move one of them away"
         )
     if indexes:
-        return open_hugging_face(folder / indexes[0], open_file=open_file)
+        return open_hugging_face(folder / indexes[0], open_file=open_file, allow=allow)
     if shards:
         return LlamaSource(folder, open_file=open_file)
     if distributed:
@@ -60,7 +61,7 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten) -> Sourc
                 f"the folder {str(folder)!r} holds the shards of a torch.distributed checkpoint, but no {METADATA}, "
                 "which is written last: the save did not finish"
             )
-        return DcpSource(folder, flatten=flatten)
+        return DcpSource(folder, flatten=flatten, allow=allow)
     if TYPE_FILE in names:
         return NinjaSource(folder)
     hint = f"; it holds {listed(single)}: name the file that you want" if single else ""

@@ -24,7 +24,7 @@ from stream_pack.writer.torch_save.container import Data, End, Event
 from stream_pack.writer.torch_save.globals import Storage, TorchObjects
 from stream_pack.writer.torch_save.inflate import Inflated
 from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
-from stream_pack.writer.torch_save.unpickler import Unpickler
+from stream_pack.writer.torch_save.unpickler import STEP_NBYTES, Unpickler
 from stream_pack.writer.torch_save.zip_records import (
     DEFLATED,
     STORED,
@@ -43,7 +43,8 @@ __all__ = ["TorchArchive", "is_pickle"]
 PICKLE = "data.pkl"
 STORAGES = "data/"
 BYTEORDER = "byteorder"
-SMALL = {BYTEORDER, "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
+FORMAT_VERSION = ".format_version"
+SMALL = {BYTEORDER, "version", FORMAT_VERSION, ".storage_alignment", ".data/serialization_id"}
 """What torch writes beside the pickle and the storages: a few bytes each."""
 SMALL_NBYTES = 65536
 
@@ -63,8 +64,9 @@ class _Record:
 class TorchArchive:
     """One archive, read from ``stream``, which stands at its first byte; ``flatten`` finds the tensors in its pickle.
 
-    When made, everything before the first storage has been read: ``state_dict``, ``storages`` (by key, in the order of
-    first use, or of the records where these are compressed and the source is a file) and ``big_endian`` are known.
+    When made, everything before the first storage has been read: ``state_dict``, ``big_endian`` and ``storages`` are
+    known.  Where storages are only read as they come, they stand in the order in which their records are expected;
+    else in that of first use.
 
     Raises: UnsupportedCheckpointError, SourceError, TruncatedSourceError; OSError.
     """
@@ -100,8 +102,13 @@ class TorchArchive:
             stream.seek(0)
             self._next = read_local_header(stream)
         self._deflated |= self._next is not None and self._next.deflated
-        if self._deflated and stream.regular_file is not None:
-            self.storages = self._in_order_of_records()
+        self.order_known = True
+        if stream.regular_file is None:
+            self._expect_order_of_torch()
+        else:
+            self._deflated = self._deflated or self._lists_deflated()
+            if self._deflated:
+                self.storages = self._in_order_of_records()
 
     @property
     def big_endian(self) -> bool:
@@ -129,9 +136,8 @@ class TorchArchive:
                 self._drain(self._read_record(self._next, SMALL_NBYTES))
             else:
                 if self._next.deflated:
-                    raise UnsupportedCheckpointError(
-                        f"record {shown(self._next.name)} is compressed, and those before it are not: such an archive "
-                        "is only read from a pipe (cat FILE | ... convert -)"
+                    raise SourceError(
+                        f"record {shown(self._next.name)} is compressed, and the archive's directory says it is not"
                     )
                 payload = self._stream.position
                 self._stream.skip(storage.nbytes, what=_described(storage))
@@ -188,11 +194,15 @@ class TorchArchive:
         def read_some() -> bytes:
             nonlocal crc, last
             crc = crc32(last, crc)
-            last = stream.read_some() if inflated is None else inflated.read(SMALL_NBYTES)
+            read = stream.read_some if inflated is None else inflated.read
+            last = read(STEP_NBYTES)
             return last
 
         unpickler = Unpickler(
-            read_some, find_global=objects.find_global, find_persistent=objects.find_persistent
+            read_some,
+            find_global=objects.find_global,
+            find_persistent=objects.find_persistent,
+            allow=stream.allow,
         )
         value = unpickler.load()
         rest = unpickler.rest
@@ -225,7 +235,8 @@ class TorchArchive:
         if self._stream.regular_file is None:
             raise UnsupportedCheckpointError(
                 f"the archive's first record is {shown(first.name)}, not data.pkl ({_looks_like([first.name])}), "
-                "so what it holds is known only at its end: save it to a file, and convert that"
+                "so what it holds is known only at its end: to convert it takes disk space for all of it for a while; "
+                "to look at it before, save it to a file"
             )
         self._stream.seek(find_directory(self._stream))
         directory = {entry.name: entry for entry in read_directory(self._stream)}
@@ -236,18 +247,36 @@ class TorchArchive:
             )
         return directory
 
+    def _listed(self) -> Iterator[DirectoryEntry]:
+        """What the directory of a file says, as far as it can be read: whether it is true, :meth:`read` tells."""
+        position = self._stream.position
+        with suppress(SourceError):
+            self._stream.seek(find_directory(self._stream))
+            yield from read_directory(self._stream)
+        self._stream.seek(position)
+
+    def _lists_deflated(self) -> bool:
+        """Whether a record behind the first storage is compressed: some programs store what does not become shorter."""
+        return DEFLATED in {entry.method for entry in self._listed()}
+
     def _in_order_of_records(self) -> dict[str, Storage]:
         """The storages as :meth:`read` will bring them, so that what has to wait for its turn can be foretold."""
         position = self._stream.position
-        places: dict[str, int] = {}
-        with suppress(
-            SourceError
-        ):  # no more than a forecast: whether the directory is sound, read() tells
-            self._stream.seek(find_directory(self._stream))
-            places.update((e.name, e.position) for e in read_directory(self._stream))
-        self._stream.seek(position)
+        places = {entry.name: entry.position for entry in self._listed()}
         storages = self.storages.items()
         return dict(sorted(storages, key=lambda item: places.get(self._name_of(item[1]), position)))
+
+    def _expect_order_of_torch(self) -> None:
+        """Put the storages into the order that the version of torch writes which the records so far tell of.
+
+        Another program may have packed them in another order; its first storage shows that.
+        """
+        # torch.serialization._save: before this record existed, storages were sorted by their keys as text.
+        if self._prefix + FORMAT_VERSION not in self._records:
+            self.storages = dict(sorted(self.storages.items()))
+        first = self._next.name if self._next is not None else ""
+        names = map(self._name_of, self.storages.values())
+        self.order_known = first == next(names, first) or first not in names
 
     def _header_of(self, entry: DirectoryEntry) -> LocalHeader:
         self._stream.seek(entry.position)

@@ -49,6 +49,10 @@ class Container(Protocol):
         """All storages by key, in the order in which they are expected to come."""
 
     @property
+    def order_known(self) -> bool:
+        """Whether that is their order; else they may come in any."""
+
+    @property
     def big_endian(self) -> bool:
         """Whether multi-byte elements have their most significant byte first."""
 

@@ -14,8 +14,8 @@ __all__ = ["Inflated"]
 class Inflated:
     """What a raw deflate stream that begins at the next byte of ``stream`` expands to.
 
-    Memory: the length of one piece, whatever the bytes expand to.  ``packed_nbytes``: compressed bytes consumed so far;
-    after the end, ``stream`` stands behind the last of them.
+    Memory: the length of two pieces, whatever the bytes expand to.  ``packed_nbytes``: compressed bytes consumed so
+    far; after the end, ``stream`` stands behind the last of them.
     """
 
     def __init__(self, stream: ByteStream, *, what: str) -> None:
@@ -54,13 +54,22 @@ class Inflated:
                 return data
         return b""
 
+    def _read_exactly(self, nbytes: int) -> bytes:
+        """``nbytes`` bytes, fewer only at the end."""
+        pieces = []
+        while nbytes and (data := self.read(nbytes)):
+            pieces.append(data)
+            nbytes -= len(data)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     def chunks(self, nbytes: int | None, *, chunk_nbytes: int) -> Iterator[bytes]:
-        """Everything, which must have ``nbytes`` bytes if that is given, in pieces of at most ``chunk_nbytes``.
+        """Everything, which must have ``nbytes`` bytes if that is given, in pieces of ``chunk_nbytes``, the last one
+        short.
 
         Raises: SourceError when it has more or fewer; as :meth:`read`.
         """
         passed = 0
-        while data := self.read(chunk_nbytes):
+        while data := self._read_exactly(chunk_nbytes):
             passed += len(data)
             if nbytes is not None and passed > nbytes:
                 raise SourceError(

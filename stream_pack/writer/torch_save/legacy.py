@@ -10,6 +10,7 @@ Source: torch/serialization.py, ``_legacy_save`` and ``_legacy_load`` of torch 0
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 
 from stream_pack.errors import SourceError, UnsupportedCheckpointError
 from stream_pack.writer.bytestream import ByteStream
@@ -18,7 +19,7 @@ from stream_pack.writer.torch_save.globals import Storage, TorchObjects
 from stream_pack.writer.torch_save.nesting import flattening
 from stream_pack.writer.torch_save.source import TorchSource
 from stream_pack.writer.torch_save.state_dict import Flatten, StateDict
-from stream_pack.writer.torch_save.unpickler import Unpickler, malformed
+from stream_pack.writer.torch_save.unpickler import STEP_NBYTES, Unpickler, malformed
 
 __all__ = ["LegacyTorchSource"]
 
@@ -52,6 +53,7 @@ class _LegacyFile:
     """The pickles, which are read when it is made, and the storages."""
 
     big_endian = False
+    order_known = True
 
     def __init__(self, stream: ByteStream, flatten: Flatten) -> None:
         self._stream = stream
@@ -98,9 +100,10 @@ class _LegacyFile:
 
     def _unpickle(self, objects: TorchObjects) -> object:
         unpickler = Unpickler(
-            self._stream.read_some,
+            partial(self._stream.read_some, STEP_NBYTES),
             find_global=objects.find_global,
             find_persistent=objects.find_persistent,
+            allow=self._stream.allow,
         )
         value = unpickler.load()
         self._stream.unread(unpickler.rest)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.catalog import Catalog
+from stream_pack.writer.arrival import Arrival, in_any_order
 from stream_pack.writer.bytestream import ByteStream
 from stream_pack.writer.gather import strided_chunks
 from stream_pack.writer.overlap import overlap
@@ -93,6 +94,11 @@ class TorchSource(Source):
     @property
     def chooses_order(self) -> bool:
         return self._container.seekable
+
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
+        if self.chooses_order or self._container.order_known:
+            return super().arrival(requests, chunk_nbytes=chunk_nbytes)
+        return in_any_order(len(requests))
 
     def close(self) -> None:
         self._stream.close()

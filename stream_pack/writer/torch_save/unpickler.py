@@ -20,13 +20,22 @@ from typing import NoReturn
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 
-__all__ = ["Callee", "OddKey", "Opaque", "Unpickler", "malformed"]
+__all__ = ["STEP_NBYTES", "Callee", "OddKey", "Opaque", "Unpickler", "malformed"]
+
+STEP_NBYTES = 8192
+"""The pieces in which to read a pickle when memory is short: a byte of it becomes some 20 bytes of objects, and 130 at
+worst (an EMPTY_SET), so that not much more than 1 MB is made before memory is looked at again."""
 
 MAX_NBYTES = 256 << 20
 """The whole pickle: about 200 bytes a tensor, so a million tensors fit."""
 MAX_OBJECTS = 16_000_000
 """Strings, containers and memo entries: about 17 a tensor, and together 1 to 3 GB at worst."""
 MAX_STRING_NBYTES = 64 << 20
+STRING_COPIES = 3
+"""Lengths of a string that reading it takes: its pieces, these joined, and what becomes of it."""
+GROWTH_NBYTES = 120
+"""For each item of the longest dict: a dict that is full gets a new table beside the old one, and there may be two of
+that length (the tensors, and their storages)."""
 MAX_LINE_NBYTES = 4096
 MAX_INTEGER_NBYTES = 1024
 """Python prints integers of up to 4,300 digits (about 1,785 bytes) without complaint."""
@@ -79,7 +88,8 @@ class Unpickler:
     """One pickle, read from ``read_some`` (which gives some bytes at each call, none at the end) until its STOP.
 
     ``find_global(name)`` gives a Callee or an Opaque for "module.name"; ``find_persistent(id)`` gives the object for
-    torch's persistent ids (storages).
+    torch's persistent ids (storages).  ``allow(nbytes)`` is told how much memory the next piece is going to take beside
+    the objects that become of it, and raises if that is too much.
 
     After :meth:`load`, ``rest`` holds what was read beyond the pickle: always an end of the last piece.
     """
@@ -90,17 +100,23 @@ class Unpickler:
         *,
         find_global: Callable[[str], object],
         find_persistent: Callable[[object], object],
+        allow: Callable[[int], None] | None = None,
     ) -> None:
         self._read_some = read_some
         self._find_global = find_global
         self._find_persistent = find_persistent
+        self._allow = allow
         self._data = b""
         self._at = 0
         self._passed = 0  # bytes before self._data
         self._stack: list[object] = []
         self._marks: list[list[object]] = []  # the stacks below each open mark
-        self._memo: dict[int, object] = {}
+        self._memo: list[
+            object
+        ] = []  # pickles count up from 0: no table that is made anew when it is full
+        self._odd_memo: dict[int, object] = {}  # what they stored under other numbers
         self._created = 0
+        self._longest = 0  # of the dicts
 
     @property
     def rest(self) -> bytes:
@@ -140,8 +156,10 @@ class Unpickler:
         """Have ``nbytes`` bytes ahead, or raise; looks at the limits on the way, once in a piece."""
         if len(self._stack) > MAX_STACK:
             raise self._malformed(f"more than {MAX_STACK} values wait on its stack")
-        if self._created + len(self._memo) > MAX_OBJECTS:
+        if self._created + self._memoized > MAX_OBJECTS:
             raise self._malformed(f"it holds more than {MAX_OBJECTS} objects")
+        if self._allow is not None:
+            self._allow(STRING_COPIES * nbytes + GROWTH_NBYTES * self._longest)
         pieces = [self._data[self._at :]]
         have = len(pieces[0])
         self._passed += self._at
@@ -311,13 +329,26 @@ class Unpickler:
         self._stack.append(self._stack[-1])
 
     def _binput(self) -> None:
-        self._memo[self._take(1)[0]] = self._stack[-1]
+        self._put(self._take(1)[0])
 
     def _long_binput(self) -> None:
-        self._memo[self._u32()] = self._stack[-1]
+        self._put(self._u32())
 
     def _memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+        self._put(self._memoized)
+
+    @property
+    def _memoized(self) -> int:
+        return len(self._memo) + len(self._odd_memo)
+
+    def _put(self, index: int) -> None:
+        value, memo = self._stack[-1], self._memo
+        if index == len(memo):
+            memo.append(value)
+        elif index < len(memo):
+            memo[index] = value
+        else:
+            self._odd_memo[index] = value
 
     def _binget(self) -> None:
         self._get(self._take(1)[0])
@@ -326,10 +357,12 @@ class Unpickler:
         self._get(self._u32())
 
     def _get(self, index: int) -> None:
-        try:
+        if index < len(self._memo):
             self._stack.append(self._memo[index])
-        except KeyError:
-            raise self._malformed(f"it recalls value {index}, which it never stored") from None
+        elif index in self._odd_memo:
+            self._stack.append(self._odd_memo[index])
+        else:
+            raise self._malformed(f"it recalls value {index}, which it never stored")
 
     # -- opcodes: containers
 
@@ -415,6 +448,7 @@ class Unpickler:
             pairs = iter(items)
             for key in pairs:
                 target[key if type(key) is str else self._key(key)] = next(pairs)
+            self._longest = max(self._longest, len(target))
         elif type(target) is Opaque:
             target.parts.extend(items)
         else:

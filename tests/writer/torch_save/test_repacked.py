@@ -7,7 +7,7 @@ import io
 import sys
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 import pytest
@@ -222,7 +222,9 @@ def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_
     assert f"all of it, {len(data)} bytes, went through a temporary file" in report.warnings[-1]
     with pytest.raises(LimitError, match="does not begin with data.pkl.*all of it.*--spool-dir"):
         stream_pack.convert(ByteSource(data), Forward(io.BufferedWriter(Pipe())))
-    with pytest.raises(UnsupportedCheckpointError, match=r"first record is .*save it to a file"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"first record is .*disk space for all of it"
+    ):
         stream_pack.forecast(ByteSource(data))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pack"]
 
@@ -238,23 +240,55 @@ def test_an_archive_of_something_else_in_a_folder_is_refused(tmp_path: Path, how
         stream_pack.convert(source, tmp_path / "pack")
 
 
-def test_a_mixed_archive_is_read_from_a_pipe_and_from_a_file_as_far_as_it_goes(
-    tmp_path: Path,
-) -> None:
+def mixed(parts: dict[str, bytes], *, deflated: Container[str]) -> bytes:
     """Some programs store what does not become shorter."""
-    parts = records(saved({"a": torch.arange(100.0), "b": torch.ones(20)}))
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as made:
         for name, data in parts.items():
-            method = zipfile.ZIP_DEFLATED if name == "data/1" else zipfile.ZIP_STORED
+            method = zipfile.ZIP_DEFLATED if name in deflated else zipfile.ZIP_STORED
             made.writestr(f"model/{name}", data, compress_type=method)
-    data = target.getvalue()
-    (tmp_path / "source").write_bytes(data)
-    for source in (tmp_path / "source", ByteSource(data)):
-        stream_pack.convert(source, tmp_path / "pack")
-        assert stream_pack.load_file(tmp_path / "pack")["b"].tolist() == [1.0] * 20
-    with pytest.raises(UnsupportedCheckpointError, match="read from a pipe"):
-        stream_pack.convert(tmp_path / "source", Forward(io.BufferedWriter(Pipe())))
+    return target.getvalue()
+
+
+def test_what_waits_of_a_file_that_is_deflated_in_part_is_foretold(tmp_path: Path) -> None:
+    """The first storage is stored, and the directory tells of the others."""
+    parts = records(saved({f"t{k}": torch.full((1000,), float(k)) for k in range(4)}))
+    storages = [f"data/{k}" for k in (2, 0, 3, 1)]  # t2 waits for two, t3 for one
+    order = ["data.pkl", "byteorder", *storages, "version"]
+    path = tmp_path / "source"
+    path.write_bytes(mixed({name: parts[name] for name in order}, deflated={"data/3"}))
+    stream_pack.convert(path, tmp_path / "pack")
+    target = Pipe()
+    report = stream_pack.convert(path, Forward(io.BufferedWriter(target, 1)), spool_dir=tmp_path)
+    assert target.data == (tmp_path / "pack").read_bytes()
+    forecast = stream_pack.forecast(path, to_stream=True)
+    assert forecast.spool_nbytes == report.spool_nbytes == 8000
+    assert stream_pack.load_file(tmp_path / "pack")["t3"].tolist() == [3.0] * 1000
+
+
+def test_a_storage_that_was_deflated_to_less_than_itself_is_not_called_truncated(
+    tmp_path: Path,
+) -> None:
+    parts = records(saved({"a": torch.arange(10.0), "b": torch.zeros(100_000)}))
+    path = tmp_path / "source"
+    path.write_bytes(mixed(parts, deflated={"data/1"}))
+    assert path.stat().st_size < 400_000
+    assert stream_pack.forecast(path).source_nbytes == 400_040
+    stream_pack.convert(path, tmp_path / "pack")
+    assert not stream_pack.load_file(tmp_path / "pack")["b"].any()
+
+
+def test_a_directory_that_hides_a_compressed_record_is_refused(tmp_path: Path) -> None:
+    parts = records(saved({"a": torch.arange(10.0), "b": torch.zeros(100)}))
+    data = bytearray(mixed(parts, deflated={"data/1"}))
+    entry = data.rindex(b"model/data/1") - 46  # a directory's entry has 46 bytes before the name
+    assert data[entry + 10] == zipfile.ZIP_DEFLATED
+    data[entry + 10] = zipfile.ZIP_STORED
+    path = tmp_path / "source"
+    path.write_bytes(data)
+    for target in (tmp_path / "pack", Forward(io.BufferedWriter(Pipe()))):
+        with pytest.raises(SourceError, match=r"data/1.* method|directory says it is not"):
+            stream_pack.convert(path, target)
 
 
 # -- damage, and bombs

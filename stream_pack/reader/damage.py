@@ -1,0 +1,98 @@
+"""What verifying found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stream_pack.errors import ChecksumError, FormatError
+
+__all__ = ["Damage", "VerifyReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is not as it was written, or not as the format has it.
+
+    ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
+    ``"block"``, ``"checksums"`` or ``"footer"``; in files that ExecuTorch wrote also ``"constant"``, ``"range"`` and
+    ``"segment"``.  ``tensors`` are those that are hit, as far as that is known.
+    ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
+    100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises.
+
+    Units: bytes; the half-open range ``[file_begin, file_end)`` counts from the pack's first byte.
+    """
+
+    part: str
+    file_begin: int
+    file_end: int
+    error: FormatError | ChecksumError
+    tensors: tuple[str, ...] = ()
+    tensor_count: int | None = None
+    buffer: int | None = None
+    block: int | None = None
+
+    def __post_init__(self) -> None:
+        # A traceback would keep the file mapped as long as the report.
+        self.error.__context__ = None
+        self.error.with_traceback(None)
+
+    @property
+    def message(self) -> str:
+        """What is wrong, where, and whose bytes it hits."""
+        return str(self.error)
+
+    def to_json(self) -> dict[str, object]:
+        """All fields, the error as its message; checksums as 16 hex digits."""
+        error = self.error
+        checksums = (
+            {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
+            if isinstance(error, ChecksumError)
+            else {}
+        )
+        return {
+            "part": self.part,
+            "message": self.message,
+            "file_begin": self.file_begin,
+            "file_end": self.file_end,
+            "tensors": list(self.tensors),
+            "tensor_count": self.tensor_count,
+            "buffer": self.buffer,
+            "block": self.block,
+            **checksums,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was verified, and all damage that was found, in the order of the file.
+
+    ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and their bytes.  ``complete`` is False
+    when the damage hides where the rest is, so that it could not be verified.
+    """
+
+    tensors: int
+    blocks: int
+    nbytes: int
+    complete: bool
+    damages: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raise the error of the first damage, if there is one."""
+        if self.damages:
+            raise self.damages[0].error
+
+    def to_json(self) -> dict[str, object]:
+        """All fields."""
+        return {
+            "ok": self.ok,
+            "complete": self.complete,
+            "tensors": self.tensors,
+            "blocks": self.blocks,
+            "nbytes": self.nbytes,
+            "damages": [damage.to_json() for damage in self.damages],
+        }

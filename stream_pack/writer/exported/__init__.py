@@ -1,0 +1,1 @@
+"""Files that ExecuTorch wrote, as sources."""

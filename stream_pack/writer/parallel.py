@@ -1,0 +1,307 @@
+"""Writing one pack from several processes or threads at once, each its own byte ranges of the region.
+
+One of them owns the file: a :class:`ParallelWriter` plans the pack, writes its head, and in the end checksums and
+footer.  All of them, the owner too, write tensors or parts of tensors through a :class:`PartWriter`.  What they say to
+each other is a path and then a few numbers a range, over whatever channel they have::
+
+    # rank 0                                            # every rank, 0 too
+    with ParallelWriter(path, specs) as pack:           with PartWriter(unfinished_path) as writer:
+        ... send pack.unfinished_path to all ...            writer.write("wq", my_rows, begin=where_they_belong)
+        ... gather everybody's part ...                     part = writer.finish()
+        pack.commit(parts)                              ... send part to rank 0 ...
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack import head
+from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.checksum import BLOCK_NBYTES, BlockHasher, xxh3
+from stream_pack.errors import SourceError, StateError, UnknownTensorError
+from stream_pack.front import plain_front
+from stream_pack.header import MAX_HEADER_NBYTES, Header, To
+from stream_pack.index import NO_BUFFER, Index
+from stream_pack.layout import Policy, plan
+from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.incremental import BytesLike, Specs, chunks_of, specified
+from stream_pack.writer.pack import PackWriter
+from stream_pack.writer.sink import FileSink
+from stream_pack.writer.writeback import WritebackFile
+
+__all__ = ["ParallelWriter", "Part", "PartWriter"]
+
+READ_BACK_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one :class:`PartWriter` has written; it can be pickled.
+
+    Range ``r`` is bytes ``[begins[r], ends[r])`` of the pack's buffer ``buffers[r]``.  ``checksums[k]`` is that of the
+    block with the number ``blocks[k]``, one that a single range holds whole.  ``head_checksum``: of which pack.
+    """
+
+    head_checksum: int
+    buffers: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    checksums: NDArray[np.uint64]
+
+
+class ParallelWriter:
+    """The pack at ``path``, which others write the tensors of; they all see the file system that it lies on.
+
+    ``specs`` and the options are those of :class:`~stream_pack.Writer`, and so are the bytes of the pack: they do not
+    depend on who wrote what.  ``unfinished_path`` is where the file stands until :meth:`commit`; a
+    :class:`PartWriter` takes it.  Leaving the ``with`` without a commit abandons the pack: ``path`` stays as it was.
+
+    Raises: SourceError, LimitError for bad specs; OSError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        specs: Specs,
+        *,
+        to: To = "mps",
+        metadata: Mapping[str, str] | None = None,
+        alignment: Alignment = DEFAULT_ALIGNMENT,
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> None:
+        front = plain_front(to)
+        catalog = specified(specs, metadata)
+        layout = plan(catalog, Policy(alignment=alignment, block_nbytes=block_nbytes))
+        self._sink = FileSink(path)
+        try:
+            self._pack = PackWriter(layout, head.encode(layout, front), self._sink)
+            self._pack.start(reserve=True)
+            self._sink.sync()  # others read the head, perhaps on other machines
+        except BaseException:
+            self._sink.abort()
+            raise
+        self.unfinished_path = self._sink.temporary
+        self._closed = False
+
+    def commit(self, parts: Iterable[Part]) -> None:
+        """Complete the pack from what all the parts hold together.
+
+        Blocks that no single ``write`` held whole are read back to be hashed: one at each end of a range.
+
+        Raises: StateError naming tensors of which bytes are missing or were written twice, and for the part of
+        another pack; the pack is then abandoned.  OSError.
+        """
+        if self._closed:
+            raise StateError("this ParallelWriter is closed")
+        self._closed = True
+        try:
+            self._pack.finish_with(self._checksums(list(parts)).tobytes())
+        finally:
+            self._sink.abort()
+
+    def abandon(self) -> None:
+        """Give up: ``path`` stays as it was."""
+        self._closed = True
+        self._sink.abort()
+
+    def __enter__(self) -> ParallelWriter:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+    def _checksums(self, parts: Sequence[Part]) -> NDArray[np.uint64]:
+        """The checksums of all blocks, in file order."""
+        if any(part.head_checksum != self._pack.head.checksum for part in parts):
+            raise StateError("one of the parts was written into another pack")
+        index = self._pack.head.index
+        _check_coverage(index, parts)
+        checksums = np.zeros(index.checksums_nbytes // 8, "<u8")
+        known = np.zeros(len(checksums), bool)
+        for part in parts:
+            checksums[part.blocks] = part.checksums
+            known[part.blocks] = True
+        # Opened now: a network file system shows what others have written to those who open the file after them.
+        stream = ByteStream.open_path(self.unfinished_path)
+        try:
+            for block in np.flatnonzero(~known).tolist():
+                checksums[block] = self._read_back(stream, block)
+        finally:
+            stream.close()
+        return checksums
+
+    def _read_back(self, stream: ByteStream, block: int) -> int:
+        index = self._pack.head.index
+        buffer = int(np.searchsorted(index.block_ends, block, side="right"))
+        begin = (block - _first_block(index, buffer)) * index.block_nbytes
+        nbytes = min(index.block_nbytes, int(index.buffer_nbytes[buffer]) - begin)
+        stream.seek(_file_offset(self._pack.head, buffer) + begin)
+        chunks = stream.chunks(nbytes, chunk_nbytes=READ_BACK_NBYTES, what="a block read back")
+        return xxh3(chunks)
+
+
+class PartWriter:
+    """Writes some of a pack's bytes into the file at ``unfinished_path``, which a :class:`ParallelWriter` has begun.
+
+    For one thread; several may write at once, each through a PartWriter of its own.  Leaving the ``with`` closes it.
+
+    Copies: none of the chunks given.
+    Raises: FormatError and its kinds where no such file stands; OSError.
+    """
+
+    def __init__(self, unfinished_path: str | os.PathLike[str]) -> None:
+        self._head = _read_head(unfinished_path)
+        fd = os.open(unfinished_path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
+        self._output = WritebackFile(fd, name=os.fspath(unfinished_path))
+        self._ranges: list[tuple[int, int, int]] = []
+        self._runs: list[tuple[int, list[int]]] = []
+        self._sound = True
+
+    def write(self, name: str, chunks: BytesLike | Iterable[BytesLike], *, begin: int = 0) -> None:
+        """Write bytes of one tensor, little-endian and row-major, from its byte ``begin`` on: one bytes-like object or
+        an iterable of them.
+
+        Rows ``[r, s)`` of a tensor are its bytes from ``r`` times the length of a row on.  Ranges may come in any
+        order; none may be written twice, by whomever.  A chunk's memory may be reused as soon as the next chunk is
+        asked for, or this returns.
+
+        Raises: UnknownTensorError; SourceError for bytes outside the tensor; OSError; whatever ``chunks`` raises.
+        After an error this part cannot be finished.
+        """
+        self._require_usable()
+        self._sound = False
+        self._write(name, chunks, operator.index(begin))
+        self._sound = True
+
+    def _require_usable(self) -> None:
+        if not self._close.alive:
+            raise StateError("this PartWriter is closed")
+        if not self._sound:
+            raise StateError("a write failed before: this part cannot be finished")
+
+    def _write(self, name: str, chunks: BytesLike | Iterable[BytesLike], begin: int) -> None:
+        index = self._head.index
+        tensor = index.find(name)
+        if tensor is None:
+            raise UnknownTensorError(f"no tensor {name!r} in this pack", tensor=name)
+        nbytes, buffer = int(index.tensor_nbytes[tensor]), int(index.tensor_buffers[tensor])
+        if not 0 <= begin <= nbytes:
+            raise SourceError(f"tensor {name!r} has {nbytes} bytes: none can begin at byte {begin}")
+        file_offset = 0 if buffer == NO_BUFFER else _file_offset(self._head, buffer)
+        hasher = BlockHasher(index.block_nbytes)
+        skip = -begin % index.block_nbytes  # the rest of a block that begins before these bytes
+        checksums: list[int] = []
+        end = begin
+        for view in chunks_of(chunks):
+            if len(view) > nbytes - end:
+                raise SourceError(
+                    f"tensor {name!r} has {nbytes} bytes, the chunks bring more from byte {begin} on"
+                )
+            if len(view):
+                self._output.write(file_offset + end, [view])
+                checksums += hasher.update(view[skip:])
+                skip = max(0, skip - len(view))
+                end += len(view)
+        if end == nbytes:
+            checksums += hasher.finish()
+        if end > begin:
+            self._ranges.append((buffer, begin, end))
+        if checksums:
+            first = _first_block(index, buffer) + -(-begin // index.block_nbytes)
+            self._runs.append((first, checksums))
+
+    def finish(self) -> Part:
+        """All was written: have it on the disk, close, and say what it was.
+
+        Raises: StateError after a failed write; OSError.
+        """
+        self._require_usable()
+        os.fsync(self._fd)
+        self._close()
+        ranges = np.array(self._ranges, np.int64).reshape(-1, 3)
+        blocks = [np.arange(first, first + len(run)) for first, run in self._runs]
+        return Part(
+            head_checksum=self._head.checksum,
+            buffers=ranges[:, 0],
+            begins=ranges[:, 1],
+            ends=ranges[:, 2],
+            blocks=np.concatenate([*blocks, np.empty(0, np.int64)]),
+            checksums=np.array([value for _, run in self._runs for value in run], np.uint64),
+        )
+
+    def close(self) -> None:
+        """Close without finishing.  May be called twice."""
+        self._close()
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _read_head(path: str | os.PathLike[str]) -> head.Head:
+    with open(path, "rb") as file:
+        header = Header.decode(file.read(MAX_HEADER_NBYTES))
+        head.check_region(header)
+        file.seek(0)
+        return head.decode(memoryview(file.read(header.region_file_offset)))
+
+
+def _file_offset(head: head.Head, buffer: int) -> int:
+    return head.region_file_offset + int(head.index.buffer_offsets[buffer])
+
+
+def _first_block(index: Index, buffer: int) -> int:
+    """The number of a buffer's first block."""
+    return int(index.block_ends[buffer] - index.block_counts[buffer])
+
+
+def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
+    """Raises: StateError unless the parts hold every byte of every buffer once."""
+    none = np.empty(0, np.int64)
+    buffers = np.concatenate([none, *(part.buffers for part in parts)])
+    begins = np.concatenate([none, *(part.begins for part in parts)])
+    ends = np.concatenate([none, *(part.ends for part in parts)])
+    order = np.lexsort((begins, buffers))
+    buffers, begins, ends = buffers[order], begins[order], ends[order]
+    twice = np.flatnonzero((buffers[1:] == buffers[:-1]) & (begins[1:] < ends[:-1]))
+    if len(twice):
+        k = int(twice[0])
+        raise StateError(
+            f"bytes {int(begins[k + 1])} to {min(int(ends[k]), int(ends[k + 1]))} of tensor "
+            f"{_name(index, int(buffers[k]))} were written twice: let one part write what several have"
+        )
+    held = np.zeros(len(index.buffer_nbytes), np.int64)
+    np.add.at(held, buffers, ends - begins)
+    lacking = np.flatnonzero(held < index.buffer_nbytes).tolist()
+    if lacking:
+        names = ", ".join(_name(index, buffer) for buffer in lacking[:5])
+        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        missing = int((index.buffer_nbytes - held).sum())
+        raise StateError(f"the parts lack {missing} bytes of the tensors {names}{more}")
+
+
+def _name(index: Index, buffer: int) -> str:
+    return repr(index.name(int(np.flatnonzero(index.tensor_buffers == buffer)[0])))
