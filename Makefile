@@ -3,16 +3,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The last release with the MPS backend, and the first line without it.
+EXECUTORCH := 1.4.1 1.5.1
 INPUTS := setup.cfg pyproject.toml constraints.txt stream_pack/_version.py
 
-.PHONY: help demo test lint perf clean
+.PHONY: help demo test test-executorch lint perf clean
 
 help:
-	@echo "make demo   pipe a checkpoint made on the spot into a pack, then inspect and verify it"
-	@echo "make test   all tests"
-	@echo "make lint   ruff, formatting, types, import contracts"
-	@echo "make perf   benchmarks against cp, cat and safetensors"
-	@echo "make clean  remove what these targets made"
+	@echo "make demo             pipe a checkpoint made on the spot into a pack, then inspect and verify it"
+	@echo "make test             all tests but those that need ExecuTorch"
+	@echo "make test-executorch  those, with ExecuTorch $(EXECUTORCH)"
+	@echo "make lint             ruff, formatting, types, import contracts"
+	@echo "make perf             benchmarks against cp, cat and safetensors"
+	@echo "make clean            remove what these targets made"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +31,19 @@ demo: $(VENV)/.installed-progress
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# Each release in an environment of its own: two cannot be had in one.
+$(VENV)-executorch-%/.installed: $(INPUTS)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[test]' 'executorch==$*'
+	@touch $@
+
+test-executorch: $(EXECUTORCH:%=$(VENV)-executorch-%/.installed)
+	@set -e; for version in $(EXECUTORCH); do \
+		echo "ExecuTorch $$version"; \
+		$(VENV)-executorch-$$version/bin/python -m pytest tests/executorch; \
+	done
+
 lint: $(VENV)/.installed-dev $(VENV)/.installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -38,4 +54,4 @@ perf: $(VENV)/.installed-test
 	$(BIN)/python -m perf
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-executorch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
