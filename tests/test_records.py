@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stream_pack import header
@@ -14,23 +15,34 @@ from stream_pack.header import Header, HeadKind
 from stream_pack.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 U64 = st.integers(0, 2**64 - 1)
+EDGES = (0, 1, 15, 16, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 1)
+
+
+def at_the_edges(test: Callable[..., None]) -> Callable[..., None]:
+    """Where others' lengths wrapped or were cut, in any case (ET#2714, FB#6942)."""
+    for nbytes in EDGES:
+        test = example(offset=nbytes % 2**32, nbytes=nbytes)(test)
+    return test
+
+
 LOCATOR_MAGIC = bytes.fromhex("89 53 50 4c 0d 0a 1a 0a")
 FOOTER_MAGIC = bytes.fromhex("89 53 50 46 0d 0a 1a 0a")
 LOCATOR = struct.pack("<4Q2I", 1, 2, 3, 4, 48, 1) + LOCATOR_MAGIC
 FOOTER = struct.pack("<Q2I", 5, 24, 1) + FOOTER_MAGIC
 
 
+@at_the_edges
 @given(offset=U64, nbytes=U64)
 def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
     offset: int, nbytes: int
 ) -> None:
-    # FB#6942: beyond 2**31 and 2**32 as well
     data = b"\0\0\0\0MP00" + struct.pack("<QQ", offset, nbytes)
     written = header.encode(HeadKind.MPS, b"graph", region_file_offset=offset, region_nbytes=nbytes)
     assert b"".join(written) == data + b"graph"
     assert Header.decode(data) == Header(HeadKind.MPS, offset, nbytes, 24, None)
 
 
+@at_the_edges
 @given(offset=st.integers(0, 2**32 - 1), nbytes=U64)
 def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_graph(
     offset: int, nbytes: int
@@ -43,6 +55,7 @@ def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_
     assert Header.decode(data) == Header(HeadKind.XNNPACK, offset, nbytes, 32, 5)
 
 
+@at_the_edges
 @given(offset=U64, nbytes=U64)
 def test_that_of_a_ptd_stands_inside_its_flatbuffer(offset: int, nbytes: int) -> None:
     flatbuffer = struct.pack("<I", 16) + b"FT01" + bytes(range(100))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -22,7 +22,7 @@ from stream_pack.writer.source import Source
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Constant", "Constants", "constants_source", "open_constants"]
+__all__ = ["Constant", "Constants", "check_named", "constants_source", "open_constants"]
 
 Constants: TypeAlias = "Mapping[int, object] | Mapping[str, object] | Source"
 """torch tensors or NumPy arrays by the number or key that a graph gives them, or a source whose names are these."""
@@ -155,6 +155,13 @@ def _rows(catalog: Catalog, wanted: Sequence[Constant]) -> NDArray[np.intp]:
                 f"{constant.label} was given twice, as {' and as '.join(map(repr, given))}"
             )
     return np.array(cast("list[int]", rows), np.intp)
+
+
+def check_named(names: Mapping[int, str] | None, numbers: Collection[int]) -> None:
+    """Prove that only constants of the graph were given names.  Raises: SourceError."""
+    extra = [repr(number) for number in names or {} if number not in numbers]
+    if extra:
+        raise SourceError(f"names are given for {_some(extra)}: the graph has no such constant")
 
 
 def _check_names(wanted: Sequence[Constant]) -> None:

@@ -18,7 +18,7 @@ from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.dtypes import DTYPES
 from stream_pack.errors import SourceError, UnsupportedTensorError
-from stream_pack.executorch.constants import Constant, Constants
+from stream_pack.executorch.constants import Constant, Constants, check_named
 from stream_pack.executorch.payload import write_payload
 from stream_pack.front import Front
 from stream_pack.header import HeadKind
@@ -63,11 +63,13 @@ def build_mps_payload(
     ``target`` and the other options: as for :func:`stream_pack.convert`.
 
     Copies: none of contiguous tensors on the CPU that need no cast; else a chunk at a time.
-    Raises: SourceError for a graph that refers to values it has not, for a constant missing or too many;
+    Raises: SourceError for a graph that refers to values it has not, for a constant or name missing or too many;
     UnsupportedTensorError naming a constant that the device would abort on, or that is not what the graph says;
     LimitError; OSError.  A target path is then as it was before.
     """
-    wanted = [_constant(graph, number, names or {}) for number in _constant_ids(graph)]
+    numbers = _constant_ids(graph)
+    check_named(names, numbers)
+    wanted = [_constant(graph, number, names or {}) for number in numbers]
     return write_payload(
         front(graph),
         constants,

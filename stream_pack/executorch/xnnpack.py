@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import SourceError
-from stream_pack.executorch.constants import Constant, Constants
+from stream_pack.executorch.constants import Constant, Constants, check_named
 from stream_pack.executorch.payload import write_payload
 from stream_pack.front import Front
 from stream_pack.header import HeadKind
@@ -62,7 +62,9 @@ def build_xnnpack_payload(
     OSError.  A target path is then as it was before.
     """
     _refuse_kept_pointers(graph)
-    wanted = [_constant(graph, number, names or {}) for number in range(1, _entries(graph))]
+    numbers = range(1, _entries(graph))
+    check_named(names, numbers)
+    wanted = [_constant(graph, number, names or {}) for number in numbers]
     return write_payload(
         front(graph),
         constants,

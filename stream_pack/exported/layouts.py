@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stream_pack.dtypes import DTYPES
 from stream_pack.ragged import rows_differ
 
-__all__ = ["BY_SCALAR_TYPE", "Layouts", "row_major"]
+__all__ = ["BY_SCALAR_TYPE", "ORDER_NOTE", "Layouts", "row_major"]
 
 BY_SCALAR_TYPE = {
     dtype.executorch: number for number, dtype in enumerate(DTYPES) if dtype.executorch is not None

@@ -40,6 +40,10 @@ _WHAT = "the program"
 _U1, _I1 = np.dtype(np.uint8), np.dtype(np.int8)
 _U4, _I4 = np.dtype("<u4"), np.dtype("<i4")
 _U8 = np.dtype("<u8")
+_MAX_IDENTIFIER_NBYTES = 1024
+"""Of a method's name, or a backend's: it is told again with each of their payloads and constants."""
+_MAX_MUTABLE_SEGMENTS = 1024
+"""ExecuTorch writes one."""
 _TENSOR = 5
 """Of the union KernelTypes."""
 _SEGMENT, _EXTERNAL = 1, 1
@@ -155,22 +159,27 @@ def decode(data: memoryview) -> Program:
     root = Tables(data, np.array([root_table(data, IDENTIFIER, _WHAT).position]), _WHAT)
     plans, segments, named = (root.children(slot)[1] for slot in (1, 4, 7))
     constants = _offsets(root.tables(5, _present(root, 5)))
+    mutable = root.children(6)[1]
+    if len(mutable) > _MAX_MUTABLE_SEGMENTS:
+        raise FormatError(
+            f"{_WHAT} is broken: {len(mutable)} segments of mutable data, the limit is {_MAX_MUTABLE_SEGMENTS}"
+        )
     return Program(
         delegates=_delegates(plans),
         inline=root.children(3)[1].spans(0, 1),
         buffers=root.children(2)[1].spans(0, 1),
         segments=(segments.scalars(0, _U8), segments.scalars(1, _U8)),
         constants=constants[0] if constants else None,
-        mutable=_offsets(root.children(6)[1]),
+        mutable=_offsets(mutable),
         named=([key or "" for key in named.texts(0)], named.scalars(1, _U4)),
         tensors=_tensors(plans),
     )
 
 
 def _delegates(plans: Tables) -> list[Delegate]:
-    methods = plans.texts(0)
+    methods = _identifiers(plans)
     rows, delegates = plans.children(7)
-    backends = delegates.texts(0)
+    backends = _identifiers(delegates)
     held = _present(delegates, 1)
     processed = delegates.tables(1, held)
     places = zip(
@@ -182,14 +191,24 @@ def _delegates(plans: Tables) -> list[Delegate]:
     firsts = np.searchsorted(rows, rows)  # of the same method: rows ascend
     return [
         Delegate(
-            method=methods[int(rows[row])] or "",
+            method=methods[int(rows[row])],
             number=row - int(firsts[row]),
-            backend=backends[row] or "",
+            backend=backends[row],
             in_segment=location == _SEGMENT,
             index=index,
         )
         for row, location, index in places
     ]
+
+
+def _identifiers(tables: Tables) -> list[str]:
+    longest = int(tables.spans(0, 1)[1].max(initial=0))
+    if longest > _MAX_IDENTIFIER_NBYTES:
+        raise FormatError(
+            f"{_WHAT} is broken: a method or backend has a name of {longest} bytes, the limit is "
+            f"{_MAX_IDENTIFIER_NBYTES}"
+        )
+    return [name or "" for name in tables.texts(0)]
 
 
 def _offsets(tables: Tables) -> list[Offsets]:

@@ -9,7 +9,7 @@ from stream_pack.exported.decoders import mps, ptd, xnnpack
 from stream_pack.exported.payload import NOTHING, Payload, ReadFile
 from stream_pack.header import MAX_HEADER_NBYTES, Header, HeadKind
 from stream_pack.limits import MAX_NBYTES
-from stream_pack.records import Locator
+from stream_pack.records import Footer, Locator
 
 __all__ = ["read_payload"]
 
@@ -19,8 +19,8 @@ def read_payload(
 ) -> Payload:
     """The payload of ``nbytes`` bytes at ``file_offset``; None: as long as its header says.
 
-    ``prefix`` stands before the numbers of constants that have no other name.  ``packs``: leave one that is a pack to
-    those who read packs, so that it has no constants here.
+    ``prefix`` stands before the numbers of constants that have no other name.  ``packs``: leave one that is a pack,
+    also one that lost its locator, to those who read packs, so that it has no constants here.
 
     Raises: TruncatedError when it is shorter than its header says, FormatError when an offset in it leads outside.
     """
@@ -31,7 +31,13 @@ def read_payload(
     start = bytes(file.read(file_offset, min(MAX_HEADER_NBYTES, room)))
     kind = HeadKind.of(start)
     if kind is None:
-        return Payload("other", file_offset, room, file_offset + room, 0, NOTHING)
+        other = Payload("other", file_offset, room, file_offset + room, 0, NOTHING)
+        if packs and _ends_with_footer(file, other):
+            raise FormatError(
+                f"it ends with the footer of a pack, and begins with {start[:8].hex(' ')}, which no pack does; the "
+                "file is damaged"
+            )
+        return other
     if len(start) < kind.header_nbytes:
         raise _truncated(kind.header_nbytes, len(start))
     header = Header.decode(start)
@@ -61,11 +67,19 @@ def read_payload(
         NOTHING,
     )
     file.keep(file_offset + region, file_offset + region + region_nbytes)
-    if packs and Locator.stands_before(head[:region]):
+    if packs and (Locator.stands_before(head[:region]) or _ends_with_footer(file, payload)):
         return replace(payload, kind="pack")
     flatbuffer = head[header.graph_file_offset : graph_end]
     read = {HeadKind.MPS: mps, HeadKind.XNNPACK: xnnpack, HeadKind.PTD: ptd}[kind]
     return read(payload, flatbuffer, prefix)
+
+
+def _ends_with_footer(file: ReadFile, payload: Payload) -> bool:
+    """Whether a payload without locator is a damaged pack; of a pipe it is seen when its end comes by."""
+    nbytes = len(Footer.MAGIC)
+    if file.nbytes is None or payload.nbytes < nbytes:
+        return False
+    return Footer.stands_before(file.read(payload.file_offset + payload.nbytes - nbytes, nbytes))
 
 
 def _truncated(expected: int, actual: int) -> TruncatedError:

@@ -38,7 +38,8 @@ class Span:
 class Survey:
     """One file.
 
-    ``kind``: ``"pte"``, or that of its only payload.  ``spans`` are what there is beside the bytes of constants; where
+    ``kind``: ``"pte"``, or that of its only payload.  ``constants`` come in ``groups``: what each is called, and how
+    many it has.  ``spans`` are what there is beside the bytes of constants; where
     two share bytes, the first counts.  ``external``: how many constants lie in other files.  ``file_end``: where the
     last known byte ends.
     """
@@ -46,6 +47,7 @@ class Survey:
     kind: str
     payloads: tuple[Payload, ...]
     constants: Constants
+    groups: tuple[tuple[str, int], ...]
     faults: tuple[Fault, ...]
     spans: tuple[Span, ...]
     external: int
@@ -69,6 +71,7 @@ def survey_payload(file: ReadFile) -> Survey:
         kind=payload.kind,
         payloads=(payload,),
         constants=join([payload.constants]),
+        groups=(("tensors", len(payload.constants)),),
         faults=payload.faults,
         spans=tuple(_payload_spans(payload)),
         external=len(payload.keyed),
@@ -123,6 +126,11 @@ def survey_program(file: ReadFile) -> Survey:
         kind="pte",
         payloads=tuple(payloads),
         constants=join([*(payload.constants for payload in payloads), named, own]),
+        groups=(
+            ("payload constants", sum(len(payload.constants) for payload in payloads)),
+            ("named data", len(named)),
+            ("program constants", len(own)),
+        ),
         faults=tuple(faults) + tuple(fault for payload in payloads for fault in payload.faults),
         spans=(
             *(span for payload in payloads for span in _payload_spans(payload)),
@@ -192,7 +200,7 @@ def _segments(
 def _payload_places(
     program: Program, segments: Segments
 ) -> tuple[dict[tuple[int, int], list[programs.Delegate]], list[Fault]]:
-    """The delegates of each payload, by its file offset and length, in the order of the file."""
+    """The delegates of each payload, by its file offset and length, in the order of the file; none overlap."""
     places: dict[tuple[int, int], list[programs.Delegate]] = {}
     faults = []
     for delegate in program.delegates:
@@ -206,7 +214,17 @@ def _payload_places(
         place = int(begins[delegate.index]), int(lengths[delegate.index])
         if place[1] > 0:
             places.setdefault(place, []).append(delegate)
-    return dict(sorted(places.items())), faults
+    apart = {}
+    reach = 0
+    for (begin, nbytes), users in sorted(places.items()):
+        if begin < reach:
+            # Read again for each delegate, a small file could ask for any amount of time and memory.
+            text = f"the payload of {users[0].method}/{users[0].number} overlaps the one in front of it"
+            faults.append(Fault("segment", text, begin, begin + nbytes, fatal=True))
+        else:
+            apart[begin, nbytes] = users
+        reach = max(reach, begin + nbytes)
+    return apart, faults
 
 
 def _payloads(

@@ -26,6 +26,9 @@ MAX_CELL = 120
 """Characters of a name, or any other cell, in a table: one long name would widen every row."""
 
 
+_TENSOR_PARTS = {"tensors", "payload constants", "named data", "program constants"}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One tensor.
@@ -63,8 +66,8 @@ class PayloadRow:
     """What one delegate of an ExecuTorch program receives.
 
     ``name`` is the method and the delegate's number in it, ``backend`` the delegate's id.  ``kind``: ``"mps"``,
-    ``"xnnpack"``, ``"ptd"``, ``"pack"`` or ``"other"``.  ``constants`` stand in it; ``keyed`` ones are among the named
-    data, of the program or of another file.  ``also_used_by``: other delegates that share it.
+    ``"xnnpack"``, ``"ptd"``, ``"pack"`` or ``"other"``.  ``constants`` stand in it; those with the keys ``keyed`` are
+    among the named data, of the program or of another file.  ``also_used_by``: other delegates that share it.
 
     Units: bytes; ``file_offset`` counts from the program's first byte.
     """
@@ -75,7 +78,7 @@ class PayloadRow:
     file_offset: int
     nbytes: int
     constants: int
-    keyed: int
+    keyed: tuple[str, ...]
     also_used_by: tuple[str, ...]
 
 
@@ -84,7 +87,8 @@ class Description:
     """A pack, or a file that ExecuTorch wrote, described.
 
     ``nbytes`` is the length of the pack; the nbytes of all ``parts`` add up to exactly that.  ``tensors_nbytes``
-    counts every tensor as if it stood alone, so it is more than the part "tensors" by what sharing saves.
+    counts every tensor as if it stood alone, so it is more than the part "tensors" (of a program: "payload constants",
+    "named data" and "program constants") by what sharing saves.
     ``head``: of a pack, whose header it begins with: ``"mps"``, ``"xnnpack"`` or ``"ptd"``.
 
     Of ExecuTorch's files only: the ``payloads`` of a program; how many constants lie in other files (``external``);
@@ -267,8 +271,8 @@ def _lines(description: Description, width: int | None) -> Iterator[str]:
     parts.append(("file", str(total), human_nbytes(total), ""))
     yield from _table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
     yield ""
-    shared = description.tensors_nbytes - next(
-        p.nbytes for p in description.parts if p.name == "tensors"
+    shared = description.tensors_nbytes - sum(
+        part.nbytes for part in description.parts if part.name in _TENSOR_PARTS
     )
     saved = f", {human_nbytes(shared)} of them shared" if shared > 0 else ""
     count = len(description.rows)
@@ -293,7 +297,7 @@ def _payload_table(payloads: Sequence[PayloadRow]) -> Iterator[str]:
     rows = []
     for payload in payloads:
         words = [f"{payload.constants} constants"] if payload.constants else []
-        words += [f"{payload.keyed} by key"] if payload.keyed else []
+        words += [f"{len(payload.keyed)} by key"] if payload.keyed else []
         words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
         words += (
             [f"also of {_cell(', '.join(payload.also_used_by))}"] if payload.also_used_by else []

@@ -62,18 +62,23 @@ def _payload_row(payload: Payload) -> PayloadRow:
         file_offset=payload.file_offset,
         nbytes=payload.nbytes,
         constants=len(payload.constants),
-        keyed=len(payload.keyed),
+        keyed=tuple(payload.keyed),
         also_used_by=payload.users[1:],
     )
 
 
-TENSORS, PADDING, TRAILING = "tensors", "padding", "trailing bytes"
+PADDING, TRAILING = "padding", "trailing bytes"
 
 
 def _parts(survey: Survey, nbytes: int) -> Iterator[Part]:
     """Every byte counts once: for a constant, else for the first span that has it, else as padding."""
     begins = survey.constants.file_offsets
-    ranges = {TENSORS: (begins, begins + survey.constants.nbytes)}
+    ends = begins + survey.constants.nbytes
+    ranges = {}
+    row = 0
+    for name, count in survey.groups:
+        ranges[name] = (begins[row : row + count], ends[row : row + count])
+        row += count
     for name in dict.fromkeys(span.name for span in survey.spans):
         spans = [span for span in survey.spans if span.name == name]
         ranges[name] = (
@@ -94,5 +99,5 @@ def _parts(survey: Survey, nbytes: int) -> Iterator[Part]:
         covered = (np.cumsum(depth)[: len(widths)] > 0) & ~counted
         counted |= covered
         total = int(widths[covered].sum())
-        if total or name == TENSORS:
+        if total:
             yield Part(name, total)

@@ -70,7 +70,8 @@ def read_head(file: FileRange) -> Head:
             )
         raise RawPayloadError(
             f"neither locator nor footer: {_RAW[header.kind]}, in which nothing can be verified, or a pack damaged in "
-            f"both places; pass kind={header.kind.value!r} to open it as it is"
+            "both places; make a pack of it with `stream_pack convert`, or pass "
+            f"kind={header.kind.value!r} in Python to open it as it is"
         )
     return head.decode(memoryview(map_shared(file, region)))
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from stream_pack import head
 from stream_pack.catalog import Catalog
+from stream_pack.exported.layouts import ORDER_NOTE
 from stream_pack.front import Front, verifier_tensors
+from stream_pack.header import HeadKind
 from stream_pack.layout import Layout, Policy, plan
 from stream_pack.report import Forecast
 from stream_pack.writer.arrival import waiting_nbytes
@@ -167,11 +169,18 @@ def spool_needed(source: Source, layout: Layout, *, chunk_nbytes: int, in_order:
 
 def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
     """What a person should know about a pack of these tensors."""
+    warnings = []
     most = verifier_tensors(front.kind)
-    if len(catalog) <= most:
-        return ()
-    warning = (
-        f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
-        f"{most}; stream_pack reads it all the same"
-    )
-    return (warning,)
+    if len(catalog) > most:
+        warnings.append(
+            f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
+            f"{most}; stream_pack reads it all the same"
+        )
+    if front.kind is HeadKind.PTD:
+        reordered = [catalog.names[row] for row, key, _ in catalog.notes if key == ORDER_NOTE]
+        if reordered:
+            warnings.append(
+                f"{len(reordered)} tensors, the first is {reordered[0]!r}, came from ExecuTorch in another dim order, "
+                "which this .ptd does not have: give the program the .ptd that they came from"
+            )
+    return tuple(warnings)

@@ -256,6 +256,8 @@ def test_constants_may_have_names(tmp_path: Path) -> None:
     twice = dict.fromkeys(tensors, "same")
     with pytest.raises(SourceError, match="would have one name"):
         build_mps_payload(stock_graph("conv_bn_fp32"), tensors, path, names=twice)
+    with pytest.raises(SourceError, match="names are given for 1000: the graph has no such"):
+        build_mps_payload(stock_graph("conv_bn_fp32"), tensors, path, names={1000: "w"})
 
 
 def test_constants_may_come_from_a_source_in_any_order(tmp_path: Path) -> None:

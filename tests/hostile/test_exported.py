@@ -165,3 +165,46 @@ def test_a_small_file_cannot_ask_for_large_memory(bounded: None) -> None:
     methods = program(delegates, [(0, 16)], base=1 << 16, segments_nbytes=16, methods=2000)
     with pytest.raises(FormatError, match="1000000 elements"):
         survey(methods + bytes(16))
+
+
+def test_payloads_that_overlap_are_not_each_read_anew(bounded: None) -> None:
+    # 400 delegates, for each of which 400 constants would be found.
+    payload = mps_payload([Constant((4,), 0)] * 400, bytes(16))
+    segments = [(0, len(payload) + more) for more in range(400)]
+    delegates = [Delegate(number) for number in range(400)]
+    head = program(delegates, segments, base=1 << 16, segments_nbytes=len(payload) + 400)
+    found = survey(head + payload + bytes(400))
+    assert len(found.constants) == 400
+    assert [(fault.part, fault.fatal) for fault in found.faults] == [("segment", True)] * 399
+    assert "forward/1 overlaps" in found.faults[0].text
+
+
+@pytest.mark.parametrize("what", ["method", "backend"])
+def test_a_long_name_is_not_told_with_every_constant(what: str, bounded: None) -> None:
+    payload = mps_payload([Constant((4,), 0)] * 200, bytes(16))
+    for nbytes, sound in ((1024, True), (1025, False), (200_000, False)):
+        name = "f" * nbytes
+        method, backend = (name, "MPSBackend") if what == "method" else ("forward", name)
+        head = program(
+            [Delegate(0, backend)],
+            [(0, len(payload))],
+            base=1 << 18,
+            segments_nbytes=len(payload),
+            method=method,
+        )
+        if sound:
+            assert len(survey(head + payload).constants) == 200
+        else:
+            with pytest.raises(FormatError, match=f"a name of {nbytes} bytes"):
+                survey(head + payload)
+
+
+def test_segments_of_mutable_data_are_few() -> None:
+    # Each is compared with every tensor.
+    for count, sound in ((1024, True), (1025, False)):
+        data = program([], [(0, 16)], base=8192, segments_nbytes=16, mutable=count) + bytes(16)
+        if sound:
+            assert not survey(data).faults
+        else:
+            with pytest.raises(FormatError, match="1025 segments of mutable data"):
+                survey(data)

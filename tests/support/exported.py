@@ -209,11 +209,13 @@ def program(
     constants: tuple[int, Sequence[int]] | None = None,
     base: int,
     segments_nbytes: int,
+    method: str = "forward",
     methods: int = 1,
+    mutable: int = 0,
 ) -> bytes:
-    """The first ``base`` bytes of a .pte with a method ``forward``, listed so many times.
+    """The first ``base`` bytes of a .pte with a method, listed so many times.
 
-    ``constants``: a segment, and offsets in it.
+    ``constants``: a segment, and offsets in it.  ``mutable``: how many segments of mutable data it lists, all empty.
     """
     builder = flatbuffers.Builder()
     made = []
@@ -228,9 +230,9 @@ def program(
         builder.PrependUOffsetTRelativeSlot(1, processed, 0)
         made.append(builder.EndObject())
     delegates_at = _vector(builder, made)
-    method = builder.CreateString("forward")
+    method_at = builder.CreateString(method)
     builder.StartObject(9)
-    builder.PrependUOffsetTRelativeSlot(0, method, 0)
+    builder.PrependUOffsetTRelativeSlot(0, method_at, 0)
     builder.PrependUOffsetTRelativeSlot(7, delegates_at, 0)
     plans_at = _vector(builder, [builder.EndObject()] * methods)
     entries = []
@@ -249,11 +251,17 @@ def program(
         builder.PrependUint32Slot(0, constants[0], 0)
         builder.PrependUOffsetTRelativeSlot(1, offsets, 0)
         constants_at = builder.EndObject()
+    mutable_at = 0
+    if mutable:
+        builder.StartObject(2)
+        mutable_at = _vector(builder, [builder.EndObject()] * mutable)
     builder.StartObject(8)
     builder.PrependUOffsetTRelativeSlot(1, plans_at, 0)
     builder.PrependUOffsetTRelativeSlot(4, segments_at, 0)
     if constants_at:
         builder.PrependUOffsetTRelativeSlot(5, constants_at, 0)
+    if mutable_at:
+        builder.PrependUOffsetTRelativeSlot(6, mutable_at, 0)
     builder.PrependUOffsetTRelativeSlot(7, named_at, 0)
     builder.Finish(builder.EndObject(), file_identifier=b"ET12")
     flatbuffer = bytes(builder.Output())

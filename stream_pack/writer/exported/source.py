@@ -22,6 +22,7 @@ from stream_pack.exported.survey import Survey
 from stream_pack.records import Footer
 from stream_pack.writer.adapt import AdaptedSource
 from stream_pack.writer.bytestream import ByteStream
+from stream_pack.writer.exported.footers import FooterWatch, damaged_head
 from stream_pack.writer.exported.heads import HeadsInFile, HeadsInPipe, OutOfOrder
 from stream_pack.writer.pack_source import PackSource
 from stream_pack.writer.scatter import Scatter
@@ -194,8 +195,12 @@ class ExportedSource(Source):
 
     def _pass_by(self, requests: Requests, chunk_nbytes: int) -> Iterator[Piece]:
         scatter = Scatter(requests)
+        watch = FooterWatch(
+            payload.file_offset + payload.nbytes for payload in self._survey.payloads
+        )
         position = 0
         for begin, head in self._heads:
+            watch.advance(begin, head)
             # Nobody wants what was passed over: that was made sure of before.
             yield from scatter.pieces(0, Zeros(begin - position))
             for first in range(0, len(head), chunk_nbytes):
@@ -204,6 +209,8 @@ class ExportedSource(Source):
         self._heads = []
         rest = max(0, self._survey.file_end - position)
         for chunk in self._stream.chunks(rest, chunk_nbytes=chunk_nbytes, what=DATA):
+            watch.advance(position, chunk)
+            position += len(chunk)
             yield from scatter.pieces(0, chunk)
         scatter.finish()
         self._read_out()
@@ -214,10 +221,7 @@ class ExportedSource(Source):
         while some := self._stream.read_some():
             tail = (tail + some)[-TAIL_NBYTES:]
         if Footer.stands_before(tail):
-            raise FormatError(
-                "the file ends with the footer of a pack, whose head is damaged: it would have been taken for a raw "
-                "payload, and nothing of it verified"
-            )
+            raise damaged_head("the file")
 
 
 def _catalog(constants: Constants) -> Catalog:

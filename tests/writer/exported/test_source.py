@@ -20,6 +20,7 @@ from stream_pack import (
     UnsupportedTensorError,
 )
 from stream_pack.cli import main
+from stream_pack.reader.verify import verify
 from stream_pack.writer.open_source import open_source
 from stream_pack.writer.spool import Spool
 from tests.support.exported import Constant, Delegate, Named, mps_payload, program
@@ -234,6 +235,15 @@ def test_channels_last_comes_as_its_bytes_lie(tmp_path: Path) -> None:
     assert np.array_equal(logical, np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4))
 
 
+def test_a_ptd_that_loses_a_dim_order_is_warned_of(tmp_path: Path) -> None:
+    source = VECTORS / "programs" / "channels_last.pte"
+    assert stream_pack.convert(source, tmp_path / "pack").warnings == ()
+    foretold = stream_pack.forecast(tmp_path / "pack", to="ptd")
+    report = stream_pack.convert(tmp_path / "pack", tmp_path / "ptd", to="ptd")
+    assert report.warnings == foretold.warnings
+    assert "in another dim order" in " ".join(report.warnings)
+
+
 def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
     data = program(
         [Delegate(0, "VulkanBackend")],
@@ -263,6 +273,32 @@ def test_a_pack_that_lost_its_locator_is_no_raw_payload_in_a_pipe_either() -> No
     data[16384 - 1] ^= 1
     with pytest.raises(FormatError, match="footer"):
         stream_pack.convert(Dribble(bytes(data), step=4096), io.BytesIO())
+
+
+def program_with_damaged_pack(place: int) -> bytes:
+    """A program with a pack as payload, one byte of which is changed, and named data behind it."""
+    sink = io.BytesIO()
+    stream_pack.convert({"w": np.arange(6, dtype=np.float32)}, sink)
+    pack = bytearray(sink.getvalue())
+    pack[place] ^= 1
+    segments = [(0, len(pack)), (len(pack), 8)]
+    named = [Named("key", 1)]
+    head = program([Delegate(0)], segments, named=named, base=4096, segments_nbytes=len(pack) + 8)
+    return head + bytes(pack) + bytes(8)
+
+
+@pytest.mark.parametrize("place", [5, 16384 - 1], ids=["magic", "locator"])
+@pytest.mark.parametrize("step", [0, 1, 7, 4096], ids=["file", "pipe-1", "pipe-7", "pipe-4096"])
+def test_a_pack_inside_a_program_that_lost_its_head_is_damage(
+    place: int, step: int, tmp_path: Path
+) -> None:
+    data = program_with_damaged_pack(place)
+    (tmp_path / "program").write_bytes(data)
+    source = Dribble(data, step=step) if step else tmp_path / "program"
+    with pytest.raises(FormatError, match=r"footer|locator"):
+        stream_pack.convert(source, io.BytesIO(), spool_dir=tmp_path)
+    (damage,) = verify(tmp_path / "program").damages
+    assert damage.file_begin == 4096
 
 
 def test_a_pack_inside_a_file_converts_from_its_offset(tmp_path: Path) -> None:
