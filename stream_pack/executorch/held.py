@@ -169,15 +169,20 @@ class Holder:
 
     One file without a name holds them all; its space is given back when this object and every :class:`Held` of it are
     gone, also when the process is killed.
-    May be used by several threads.
+    May be used by several threads.  A process that is forked off writes to a file of its own.
     Raises: OSError when no file can be made in ``folder``.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, chunk_nbytes: int) -> None:
         self.chunk_nbytes = chunk_nbytes
-        self.nbytes = 0
-        self._file = _File(folder)
+        self._folder = os.path.abspath(folder)
         self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._file = _File(self._folder)
+        self._nbytes = 0
+        self._process = os.getpid()
 
     def hold(
         self, chunks: Iterable[memoryview | bytes], nbytes: int, *, sha256: bool = False
@@ -217,9 +222,12 @@ class Holder:
 
     def _reserve(self, nbytes: int) -> Extent:
         with self._lock:
-            extent = Extent(self._file, self.nbytes, nbytes)
+            if self._process != os.getpid():
+                # A fork shares the file, and each would write where the other does.
+                self._begin()
+            extent = Extent(self._file, self._nbytes, nbytes)
             # Pages of their own, so that a file system that shares blocks can share them with the program.
-            self.nbytes += -(-nbytes // SMALL_NBYTES) * SMALL_NBYTES
+            self._nbytes += -(-nbytes // SMALL_NBYTES) * SMALL_NBYTES
         return extent
 
 

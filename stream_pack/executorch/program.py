@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from stream_pack.errors import StateError
 from stream_pack.writer.sink import FileSink
 
 if TYPE_CHECKING:
@@ -35,9 +36,15 @@ def write_program(manager: ExecutorchProgramManager, path: str | os.PathLike[str
     block or after it, as often as you like.  External data (``.ptd``) is not part of it: that is what the manager's
     ``write_tensor_data_to_file`` writes.
 
-    Raises: OSError (ENOSPC among others).
+    Raises: StateError for what is no program yet; OSError (ENOSPC among others), also when ``path`` is there and not a
+    regular file: to such a one, ``manager.write_to_file`` streams.
     """
-    cord = manager._pte_data
+    cord = getattr(manager, "_pte_data", None)
+    if cord is None:
+        raise StateError(
+            f"{path!s}: a {type(manager).__name__} is no program yet, expected an ExecutorchProgramManager: give what "
+            "to_executorch() returns"
+        )
     with FileSink(path) as sink:
         sink.begin(len(cord), reserve=True)
         file = _SinkFile(sink)

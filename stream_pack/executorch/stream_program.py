@@ -6,6 +6,7 @@ Imports ExecuTorch: only a block of ``streaming_constants`` imports this.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import math
 import sys
@@ -68,6 +69,8 @@ def _write_all(outfile: BinaryWriter, data: memoryview) -> None:
     """An unbuffered file may take a part; other kinds take all, and some of them return nothing."""
     while data:
         written = outfile.write(data)
+        if written == 0:
+            raise OSError(errno.EIO, "a write of several bytes wrote none")
         data = data[len(data) if written is None else written :]
 
 

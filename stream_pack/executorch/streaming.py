@@ -42,7 +42,8 @@ def streaming_constants(
 
     Lifetime: the bytes lie in a file without a name in ``folder``, which needs room for all constants.  The space is
     given back when the last object that needs it is gone: the program manager, the lowered modules, or the process,
-    however that ends.  There is nothing to delete.
+    however that ends.  There is nothing to delete.  torch and ExecuTorch keep modules in caches, which are emptied when
+    the block ends: what is exported after it from modules lowered in it stays longer.
 
     Only the thread that is in the block streams; others export as always meanwhile.  Blocks may be nested, and be in
     several threads.
@@ -56,12 +57,16 @@ def streaming_constants(
     holder = Holder(folder, chunk_nbytes=_chunk_nbytes(max_memory))
     # Only now: they import torch and ExecuTorch.
     from stream_pack.executorch.hooks import HOOKS
+    from stream_pack.executorch.stream_caches import forget
 
     export = Export(holder=holder, alignment=alignment)
     with Patches(HOOKS, allow_untested=allow_untested) as patches:
         export.refresh = patches.refresh
-        with activate(export):
-            yield
+        try:
+            with activate(export):
+                yield
+        finally:
+            forget()
 
 
 def _chunk_nbytes(max_memory: int | None) -> int:

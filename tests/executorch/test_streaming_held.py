@@ -137,6 +137,24 @@ def test_the_file_has_no_name_and_is_closed_with_the_last_that_needs_it(tmp_path
     assert open_in_folder() == 0
 
 
+def test_a_process_that_was_forked_off_does_not_write_over_ours(holder: Holder) -> None:
+    before = holder.hold([content(5000)], 5000)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(reader, 1)  # until we have written
+        theirs = holder.hold([content(5000, seed=2)], 5000)
+        right = (content(5000), content(5000, seed=2))
+        os._exit((before.read(0, 5000), theirs.read(0, 5000)) != right)
+    ours = holder.hold([content(5000, seed=3)], 5000)
+    os.write(writer, b"1")
+    _, status = os.waitpid(child, 0)
+    os.close(reader)
+    os.close(writer)
+    assert status == 0
+    assert ours.read(0, 5000) == content(5000, seed=3)
+
+
 def test_a_file_that_was_cut_is_an_error(holder: Holder) -> None:
     held = holder.hold([content(9000)], 9000)
     os.truncate(held.parts[0].file.fileno(), 5000)  # type: ignore[union-attr]

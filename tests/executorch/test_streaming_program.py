@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -174,6 +176,33 @@ def test_a_failed_write_leaves_the_old_file(
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_the_disk_space_is_given_back_when_the_manager_is_gone(tmp_path: Path) -> None:
+    """ExecuTorch and torch keep what they have seen of an export in caches, for as long as the process lasts."""
+
+    def open_in_folder() -> int:
+        gc.collect()
+        links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(str(tmp_path) in os.readlink(link) for link in links if link.is_symlink())
+
+    with streaming_constants(tmp_path):
+        manager = lowered().to_executorch()
+    assert open_in_folder() == 1
+    del manager
+    assert open_in_folder() == 0
+    with pytest.raises(KeyError), streaming_constants(tmp_path):
+        lowered().to_executorch()
+        raise KeyError
+    assert open_in_folder() == 0
+
+
+def test_what_is_no_program_yet_is_refused_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "program.pte"
+    path.write_bytes(b"old")
+    with pytest.raises(StateError, match="EdgeProgramManager.*to_executorch"):
+        write_program(lowered(), path)
+    assert path.read_bytes() == b"old"
+
+
 class Slow(io.RawIOBase):
     """A raw file that takes 1,000 bytes at most."""
 
@@ -194,6 +223,20 @@ def test_a_file_that_takes_a_part_gets_the_rest(tmp_path: Path) -> None:
     file = Slow()
     manager.write_to_file(file)
     assert bytes(file.data) == stock_of(True)
+
+
+class Full(Slow):
+    """A file that takes nothing, and says so."""
+
+    def write(self, data: Any) -> int:
+        return 0
+
+
+def test_a_file_that_takes_nothing_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
+    with streaming_constants(tmp_path):
+        manager = lowered().to_executorch()
+    with pytest.raises(OSError, match="wrote none"):
+        manager.write_to_file(Full())
 
 
 if FILE_BACKED:
