@@ -89,7 +89,8 @@ class HeldBytes(bytes):
             raise StateError(
                 f"{self.label or 'a constant'} ({self.held.nbytes} bytes) was streamed to disk, and this is code of "
                 "ExecuTorch outside of the block, or in another thread: call to_executorch inside of "
-                "streaming_constants(), in the thread that is in it, and write what it gives with stream_pack.executorch.write_program(manager, path), or by its own methods"
+                "streaming_constants(), in the thread that is in it, and write what it gives with "
+                "stream_pack.executorch.write_program(manager, path), or by its own methods"
             )
 
 
