@@ -16,6 +16,7 @@ import torch
 from stream_pack.executorch.export import Export
 from stream_pack.executorch.patching import Hook
 from stream_pack.executorch.stream_memory import reading
+from stream_pack.writer.budget import give_back
 from stream_pack.executorch.tensors import SERIAL_ELEMENTS
 
 __all__ = ["HOOKS"]
@@ -37,6 +38,8 @@ def _serialize_constant(
         result = stock(self, what, xnn_graph, *args, **kwargs)
     for entry in xnn_graph.constant_data[begin:]:
         entry.named_key = this.keys.get(entry.named_key, entry.named_key)
+    # What ExecuTorch computed with is as long as the tensor, and free now; glibc would keep some of it.
+    give_back()
     return result
 
 
