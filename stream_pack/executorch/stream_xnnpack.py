@@ -16,8 +16,8 @@ import torch
 from stream_pack.executorch.export import Export
 from stream_pack.executorch.patching import Hook
 from stream_pack.executorch.stream_memory import reading
-from stream_pack.writer.budget import give_back
 from stream_pack.executorch.tensors import SERIAL_ELEMENTS
+from stream_pack.writer.budget import give_back
 
 __all__ = ["HOOKS"]
 
