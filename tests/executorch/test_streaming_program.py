@@ -69,10 +69,17 @@ def _write_to_memory(manager: Any, path: Path) -> None:
     path.write_bytes(file.getvalue())
 
 
+def _save_pte_program(manager: Any, path: Path) -> None:
+    from executorch.extension.export_util.utils import save_pte_program
+
+    assert save_pte_program(manager, str(path)) == str(path)  # it logs what fails, and goes on
+
+
 WAYS_OUT: dict[str, Callable[[Any, Path], object]] = {
     "write_program": lambda manager, path: write_program(manager, path),
     "save": lambda manager, path: manager.save(str(path)),
     "write_to_file": _write_to_memory,
+    "save_pte_program": _save_pte_program,
     "buffer": lambda manager, path: path.write_bytes(manager.buffer),
     "a copy": lambda manager, path: write_program(copy.deepcopy(manager), path),
 }
@@ -90,8 +97,10 @@ def test_every_way_out_gives_stocks_bytes_in_the_block_and_after_it(
         for way, write in WAYS_OUT.items():
             write(manager, path)
             found[way, "inside"] = path.read_bytes()
+            path.unlink()
     manager._buffer = None  # what ExecuTorch's buffer has kept
     for way, write in WAYS_OUT.items():
+        path.unlink(missing_ok=True)
         write(manager, path)
         found[way, "after"] = path.read_bytes()
     assert [case for case, data in found.items() if data != stock_of(delegated)] == []
