@@ -15,6 +15,7 @@ import stream_pack
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
 
 TORCH_MODULES = {
+    "executorch/stream_caches.py",
     "executorch/stream_copies.py",
     "executorch/stream_mps.py",
     "executorch/stream_named_data.py",
