@@ -22,9 +22,9 @@ import xxhash
 import stream_pack
 from perf.contest import Contender, Contest, timed
 from perf.workspace import PYTHON, Workspace, environment, shell
-from stream_pack import front, head, layout
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.dtypes import BY_NAME
+from stream_pack.format import front, head, layout
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
 from stream_pack.reader.verify import verify as verify_pack
 from stream_pack.writer import region
 from tests.support.memory import peak_anonymous_nbytes

@@ -13,7 +13,6 @@ from stream_pack._version import __version__
 
 if TYPE_CHECKING:
     from stream_pack import executorch, metal
-    from stream_pack.align import Alignment
     from stream_pack.errors import (
         AlignmentError,
         ChecksumError,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
         UnsupportedTensorError,
         UntestedVersionError,
     )
+    from stream_pack.format.align import Alignment
     from stream_pack.reader.pack import Pack, open
     from stream_pack.reader.safe_open import load_file, safe_open
     from stream_pack.report import Forecast, Report
@@ -95,7 +95,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Alignment": "stream_pack.align",
+    "Alignment": "stream_pack.format.align",
     "Forecast": "stream_pack.report",
     "Pack": "stream_pack.reader.pack",
     "ParallelWriter": "stream_pack.writer.parallel",

@@ -15,16 +15,16 @@ import stream_pack
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
 
 TORCH_MODULES = {
-    "executorch/stream_caches.py",
-    "executorch/stream_copies.py",
-    "executorch/stream_mps.py",
-    "executorch/stream_named_data.py",
-    "executorch/stream_xnnpack.py",
-    "executorch/tensors.py",
+    "executorch/export/hooks_caches.py",
+    "executorch/export/hooks_copies.py",
+    "executorch/export/hooks_mps.py",
+    "executorch/export/hooks_named_data.py",
+    "executorch/export/hooks_xnnpack.py",
+    "executorch/export/tensors.py",
     "metal/interop.py",
     "reader/tensors.py",
-    "writer/cast_torch.py",
-    "writer/live_torch.py",
+    "pipeline/adapt/cast_torch.py",
+    "sources/memory/torch_tensors.py",
 }
 """The modules whose job is torch objects; the others load them only when they are handed one."""
 

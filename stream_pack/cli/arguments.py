@@ -13,7 +13,7 @@ from stream_pack._version import __version__
 from stream_pack.cli.terminal import printable
 
 if TYPE_CHECKING:
-    from stream_pack.header import To
+    from stream_pack.format.header import To
 
 __all__ = ["STANDARD", "Arguments", "parse"]
 

@@ -13,10 +13,10 @@ from stream_pack.cli.terminal import Standard, note, printable, say
 from stream_pack.errors import LimitError
 
 if TYPE_CHECKING:
-    from stream_pack.align import Alignment
-    from stream_pack.header import To
-    from stream_pack.writer.source import Source
-    from stream_pack.writer.torch_save.nesting import Key
+    from stream_pack.format.align import Alignment
+    from stream_pack.format.header import To
+    from stream_pack.pipeline.source import Source
+    from stream_pack.sources.torch_save.nesting import Key
 
 __all__ = ["convert", "inspect", "verify"]
 
@@ -51,8 +51,8 @@ def convert(arguments: Arguments, standard: Standard) -> int:
     if arguments.json and arguments.target != STANDARD:
         standard.require_stdout()
 
-    from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
-    from stream_pack.checksum import BLOCK_NBYTES, check_block_nbytes
+    from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+    from stream_pack.format.checksum import BLOCK_NBYTES, check_block_nbytes
     from stream_pack.writer import convert as library
 
     small = _given(arguments.alignment, DEFAULT_ALIGNMENT.small)
@@ -112,7 +112,7 @@ def _source(arguments: Arguments, standard: Standard) -> str | int | Source:
     if arguments.offset:
         if arguments.source == STANDARD:
             raise UsageError("--offset says where in a file to begin: stdin is none")
-        from stream_pack.writer.open_source import open_within
+        from stream_pack.sources.open import open_within
 
         return open_within(arguments.source, arguments.offset, max_memory=arguments.max_memory)
     return standard.source() if arguments.source == STANDARD else arguments.source
@@ -122,9 +122,9 @@ def _list_keys(source: str | int | Source, arguments: Arguments, standard: Stand
     """Say what the checkpoint nests where."""
     from dataclasses import asdict
 
-    from stream_pack.writer.open_source import list_keys
-    from stream_pack.writer.spool import Spool
-    from stream_pack.writer.torch_save.outline import outline_text
+    from stream_pack.pipeline.spool import Spool
+    from stream_pack.sources.open import list_keys
+    from stream_pack.sources.torch_save.outline import outline_text
 
     spool = None if arguments.spool_dir is None else Spool(arguments.spool_dir)
     rows = list_keys(source, spool=spool)
@@ -146,7 +146,7 @@ def inspect(arguments: Arguments, standard: Standard) -> int:
     """Describe a pack, or a file that ExecuTorch wrote."""
     from stream_pack.metal.plan import plan_metal
     from stream_pack.reader.describe import describe
-    from stream_pack.reader.describe_exported import describe_exported
+    from stream_pack.reader.describe_et_file import describe_exported
     from stream_pack.reader.pack import open as open_pack
 
     description = describe_exported(arguments.source, offset=arguments.offset)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from stream_pack.cli.exits import UsageError
-from stream_pack.descriptor import write_some
+from stream_pack.writer.writeback import write_some
 
 __all__ = ["Standard", "complain", "note", "printable", "say"]
 

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stream_pack.executorch.mps import build_mps_payload
-    from stream_pack.executorch.program import write_program
-    from stream_pack.executorch.streaming import streaming_constants
-    from stream_pack.executorch.xnnpack import build_xnnpack_payload
+    from stream_pack.executorch.export.program import write_program
+    from stream_pack.executorch.export.streaming import streaming_constants
+    from stream_pack.executorch.payloads.mps import build_mps_payload
+    from stream_pack.executorch.payloads.xnnpack import build_xnnpack_payload
 
 __all__ = [
     "build_mps_payload",
@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "build_mps_payload": "mps",
-    "build_xnnpack_payload": "xnnpack",
-    "streaming_constants": "streaming",
-    "write_program": "program",
+    "build_mps_payload": "payloads.mps",
+    "build_xnnpack_payload": "payloads.xnnpack",
+    "streaming_constants": "export.streaming",
+    "write_program": "export.program",
 }
 
 

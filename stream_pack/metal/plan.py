@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.align import PAGE_NBYTES
-from stream_pack.index import Index
+from stream_pack.format.align import PAGE_NBYTES
+from stream_pack.format.index import Index
 from stream_pack.metal.rules import (
     CONSTANT_ALIGNMENT,
     IOS_HINT,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.align import PAGE_NBYTES, align_up
 from stream_pack.errors import AlignmentError, LimitError, MetalBufferError, TensorTooLarge
+from stream_pack.format.align import PAGE_NBYTES, align_up
 
 __all__ = [
     "CONSTANT_ALIGNMENT",

@@ -13,13 +13,13 @@ from types import TracebackType
 
 import numpy as np
 
-from stream_pack.align import PAGE_NBYTES, align_up
 from stream_pack.errors import (
     AlignmentError,
     MappingInUse,
     MetalUnavailable,
     StateError,
 )
+from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device, Residency, require_own_process
 from stream_pack.metal.rules import (

@@ -10,10 +10,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from stream_pack.errors import ChecksumError
-from stream_pack.head import Head, root_checksum
-from stream_pack.index import NO_BUFFER, Index
+from stream_pack.format.head import Head, root_checksum
+from stream_pack.format.index import NO_BUFFER, Index
+from stream_pack.format.records import Footer
 from stream_pack.reader.mapping import Mapping
-from stream_pack.records import Footer
 
 __all__ = ["BlockCheck", "Users", "block_checksums", "block_error", "check_root"]
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-from stream_pack.align import PAGE_NBYTES
-from stream_pack.header import HeadKind
-from stream_pack.index import NO_BUFFER, Index
+from stream_pack.format.align import PAGE_NBYTES
+from stream_pack.format.header import HeadKind
+from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.pack import Pack
 from stream_pack.report import human_nbytes
 

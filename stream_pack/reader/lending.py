@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, MappingInUse
-from stream_pack.head import Head
-from stream_pack.index import NO_BUFFER, Index
+from stream_pack.format.head import Head
+from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.mapping import Mapping
 from stream_pack.reader.opening import naming

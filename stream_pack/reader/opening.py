@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stream_pack import head
 from stream_pack.errors import (
     FormatError,
     NotAPackError,
@@ -19,11 +18,12 @@ from stream_pack.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from stream_pack.head import Head, check_region
-from stream_pack.header import Header, HeadKind
+from stream_pack.format import head
+from stream_pack.format.head import Head, check_region
+from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.records import Footer, Locator
+from stream_pack.format.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 from stream_pack.reader.mapping import FileRange, map_shared
-from stream_pack.records import Footer, Locator
-from stream_pack.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 
 __all__ = ["check_footer", "check_length", "naming", "read_head", "read_header"]
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
-from stream_pack.head import Head
-from stream_pack.header import HeadKind
+from stream_pack.format.head import Head
+from stream_pack.format.header import HeadKind
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.lending import Contents, Lender
 from stream_pack.reader.mapping import FileRange

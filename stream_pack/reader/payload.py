@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.align import Alignment
-from stream_pack.checksum import BLOCK_NBYTES
-from stream_pack.dtypes import DTYPES
 from stream_pack.errors import FormatError, NotAPackError
-from stream_pack.exported.constants import UNKNOWN, Constants
-from stream_pack.exported.survey import survey_payload
-from stream_pack.header import HeadKind
-from stream_pack.index import NO_BUFFER, Index, name_columns
+from stream_pack.et_files.constants import UNKNOWN, Constants
+from stream_pack.et_files.survey import survey_payload
+from stream_pack.format.align import Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.header import HeadKind
+from stream_pack.format.index import NO_BUFFER, Index, name_columns
 from stream_pack.reader.lending import Contents
 from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.reader.opening import read_header
@@ -25,7 +25,7 @@ __all__ = ["MappedFile", "index_of", "read_payload"]
 
 
 class MappedFile:
-    """A file range as :class:`stream_pack.exported.payload.ReadFile`.  Copies: none."""
+    """A file range as :class:`stream_pack.et_files.payload.ReadFile`.  Copies: none."""
 
     def __init__(self, file: FileRange) -> None:
         self._memory = memoryview(map_shared(file, file.available))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.dtypes import BY_NAME, DTYPES
+from stream_pack.format.dtypes import BY_NAME, DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from stream_pack import front
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
@@ -24,8 +23,10 @@ from stream_pack.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from stream_pack.head import Head
-from stream_pack.index import NO_BUFFER, Index
+from stream_pack.format import front
+from stream_pack.format.head import Head
+from stream_pack.format.index import NO_BUFFER, Index
+from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
 from stream_pack.reader.blocks import (
     Users,
     block_checksums,
@@ -36,8 +37,7 @@ from stream_pack.reader.blocks import (
 from stream_pack.reader.damage import Damage, VerifyReport
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import check_footer, check_length, naming, read_head
-from stream_pack.reader.verify_exported import verify_exported
-from stream_pack.sniff import SNIFF_NBYTES, Kind, sniff
+from stream_pack.reader.verify_et_file import verify_exported
 
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
 

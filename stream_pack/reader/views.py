@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.dtypes import BY_NAME, DTYPES
+from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.reader.lending import Lender
 from stream_pack.reader.tensors import empty_tensor, tensor_of, torch_form
 

@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
-from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import LimitError, OptionError, SourceError
-from stream_pack.front import plain_front
-from stream_pack.header import To
-from stream_pack.layout import Policy
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.front import plain_front
+from stream_pack.format.header import To
+from stream_pack.format.layout import Policy
+from stream_pack.pipeline.adapt.cast_plan import cast_rules
+from stream_pack.pipeline.adapt.select import Order, Rename, Selection
+from stream_pack.pipeline.adapt.source import Adaptation, adapted
+from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Forecast, Report
-from stream_pack.writer.adapt import Adaptation, adapted
-from stream_pack.writer.cast_plan import cast_rules
+from stream_pack.sources.open import Convertible, open_source
+from stream_pack.sources.torch_save.nesting import Key
 from stream_pack.writer.forecast import forecast_pack
-from stream_pack.writer.open_source import Convertible, open_source
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
-from stream_pack.writer.select import Order, Rename, Selection
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
-from stream_pack.writer.spool import Spool
-from stream_pack.writer.torch_save.nesting import Key
 
 if TYPE_CHECKING:
     import torch

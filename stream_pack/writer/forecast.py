@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stream_pack import head
-from stream_pack.catalog import Catalog
-from stream_pack.exported.layouts import ORDER_NOTE
-from stream_pack.front import Front, verifier_tensors
-from stream_pack.header import HeadKind
-from stream_pack.layout import Layout, Policy, plan
+from stream_pack.et_files.layouts import ORDER_NOTE
+from stream_pack.format import head
+from stream_pack.format.catalog import Catalog
+from stream_pack.format.front import Front, verifier_tensors
+from stream_pack.format.header import HeadKind
+from stream_pack.format.layout import Layout, Policy, plan
+from stream_pack.pipeline.adapt.cast_plan import count_casts
+from stream_pack.pipeline.arrival import waiting_nbytes
+from stream_pack.pipeline.budget import Budget, allow_memory, anonymous_nbytes, budget, give_back
+from stream_pack.pipeline.source import Requests, Source
 from stream_pack.report import Forecast
-from stream_pack.writer.arrival import waiting_nbytes
-from stream_pack.writer.budget import Budget, allow_memory, anonymous_nbytes, budget, give_back
-from stream_pack.writer.cast_plan import count_casts
-from stream_pack.writer.source import Requests, Source
 
 __all__ = [
     "Prepared",
@@ -155,8 +155,8 @@ def spool_needed(source: Source, layout: Layout, *, chunk_nbytes: int, in_order:
     """Temporary disk space that the conversion takes at its peak, in bytes.
 
     ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  ``chunk_nbytes``: as for
-    :meth:`stream_pack.writer.source.Source.arrival`.  This is never too little, and 0 only where nothing waits, unless
-    a pipe brings the first of its storages in the order that is expected, and a later one not.
+    :meth:`stream_pack.pipeline.source.Source.arrival`.  This is never too little, and 0 only where nothing waits,
+    unless a pipe brings the first of its storages in the order that is expected, and a later one not.
     """
     requests = requests_of(layout)
     gathering = source.spool_for(requests)

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias
 
-from stream_pack import dtypes, head
-from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
-from stream_pack.catalog import Catalog, CatalogBuilder
-from stream_pack.checksum import BLOCK_NBYTES
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
-from stream_pack.front import plain_front
-from stream_pack.header import To
-from stream_pack.index import NO_BUFFER
-from stream_pack.layout import Policy, plan
+from stream_pack.format import dtypes, head
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.front import plain_front
+from stream_pack.format.header import To
+from stream_pack.format.index import NO_BUFFER
+from stream_pack.format.layout import Policy, plan
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, open_sink
 

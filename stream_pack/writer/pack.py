@@ -7,22 +7,22 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TypeAlias
 
-from stream_pack import head
-from stream_pack.front import Front
-from stream_pack.layout import Layout, Policy
-from stream_pack.records import Footer
+from stream_pack.format import head
+from stream_pack.format.front import Front
+from stream_pack.format.layout import Layout, Policy
+from stream_pack.format.records import Footer
+from stream_pack.pipeline.adapt.cast_plan import count_casts
+from stream_pack.pipeline.overlap import overlap
+from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
+from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
-from stream_pack.writer.cast_plan import count_casts
 from stream_pack.writer.forecast import (
     prepare,
     requests_of,
     warnings_of,
 )
-from stream_pack.writer.overlap import overlap
 from stream_pack.writer.region import RegionHasher, in_turn, weight
 from stream_pack.writer.sink import Sink
-from stream_pack.writer.source import Chunk, Piece, Source, StreamOptions
-from stream_pack.writer.spool import Spool
 
 __all__ = ["CHUNK_NBYTES", "PackWriter", "Progress", "default_jobs", "write_pack"]
 

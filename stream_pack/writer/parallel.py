@@ -23,15 +23,15 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack import head
-from stream_pack.align import DEFAULT_ALIGNMENT, Alignment
-from stream_pack.checksum import BLOCK_NBYTES, BlockHasher, xxh3
 from stream_pack.errors import SourceError, StateError, UnknownTensorError
-from stream_pack.front import plain_front
-from stream_pack.header import MAX_HEADER_NBYTES, Header, To
-from stream_pack.index import NO_BUFFER, Index
-from stream_pack.layout import Policy, plan
-from stream_pack.writer.bytestream import ByteStream
+from stream_pack.format import head
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
+from stream_pack.format.front import plain_front
+from stream_pack.format.header import MAX_HEADER_NBYTES, Header, To
+from stream_pack.format.index import NO_BUFFER, Index
+from stream_pack.format.layout import Policy, plan
+from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.writer.incremental import BytesLike, Specs, chunks_of, specified
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import FileSink

@@ -8,11 +8,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from stream_pack.checksum import BlockHasher
 from stream_pack.errors import SourceError, TruncatedSourceError
-from stream_pack.head import Head
-from stream_pack.writer.source import Chunk, Piece, Zeros
-from stream_pack.writer.spool import Spool, SpoolFile
+from stream_pack.format.checksum import BlockHasher
+from stream_pack.format.head import Head
+from stream_pack.pipeline.source import Chunk, Piece, Zeros
+from stream_pack.pipeline.spool import Spool, SpoolFile
 
 __all__ = ["RegionHasher", "in_turn", "weight"]
 
@@ -127,7 +127,7 @@ class RegionHasher:
 
 
 def weight(piece: Piece) -> int:
-    """The memory that a piece holds, for :func:`stream_pack.writer.overlap.overlap`."""
+    """The memory that a piece holds, for :func:`stream_pack.pipeline.overlap.overlap`."""
     return 0 if isinstance(piece[1], Zeros) else len(piece[1])
 
 

@@ -17,12 +17,11 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
-from stream_pack.checksum import zeros
-from stream_pack.descriptor import write_some
 from stream_pack.errors import StateError
-from stream_pack.writer.source import Chunk, Zeros
+from stream_pack.format.checksum import zeros
+from stream_pack.pipeline.source import Chunk, Zeros
 from stream_pack.writer.temporary import create_temporary, sweep
-from stream_pack.writer.writeback import WritebackFile, rest_of
+from stream_pack.writer.writeback import WritebackFile, rest_of, write_some
 
 __all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink"]
 

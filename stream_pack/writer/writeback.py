@@ -1,13 +1,14 @@
-"""Writing a regular file by position, with the disk at work from early on."""
+"""Writing to descriptors: all of a regular file by position, or what a stream takes."""
 
 from __future__ import annotations
 
 import errno
 import os
+import select
 from collections.abc import Sequence
 from contextlib import suppress
 
-__all__ = ["WritebackFile", "rest_of"]
+__all__ = ["WritebackFile", "rest_of", "write_some"]
 
 EARLY_NBYTES = 8 << 20
 """Bytes after which the disk is told to begin with them: enough for long writes, few against any large pack."""
@@ -49,6 +50,22 @@ def rest_of(parts: Sequence[memoryview], written: int) -> Sequence[memoryview]:
             return [part[written:], *parts[number + 1 :]]
         written -= len(part)
     return []
+
+
+def write_some(descriptor: int, parts: Sequence[memoryview]) -> int:
+    """Write the beginning of ``parts``, as much as the descriptor takes; returns how many bytes that was.
+
+    A descriptor that takes nothing now is waited for: whoever shares the pipe or terminal may have made it
+    non-blocking, as ssh does.
+    Raises: OSError.
+    """
+    while True:
+        try:
+            return os.writev(descriptor, parts)
+        except BlockingIOError:
+            waiting = select.poll()
+            waiting.register(descriptor, select.POLLOUT)
+            waiting.poll()
 
 
 def _begin_writeback(fd: int, position: int, nbytes: int) -> None:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from stream_pack.errors import LimitError, SourceError, UnsupportedCheckpointError
-from stream_pack.writer.torch_save.zip import TorchZipSource
+from stream_pack.sources.torch_save.zip import TorchZipSource
+from tests.sources.byte_sources import pipe_stream
+from tests.sources.source_suite import collect, options, requests_for
 from tests.support.torch_zips import records, repacked, saved
-from tests.writer.byte_sources import pipe_stream
-from tests.writer.source_suite import collect, options, requests_for
 
 MIB = 1 << 20
 
@@ -179,7 +179,7 @@ def test_a_storage_longer_than_its_record_is_refused_while_reading() -> None:
 
 
 def test_a_storage_longer_than_its_file_is_refused_at_once(tmp_path: Path) -> None:
-    from tests.writer.byte_sources import file_stream
+    from tests.sources.byte_sources import file_stream
 
     data = with_pickle(state_dict(tensor(numel=2**40, shape=(10,))))
     with pytest.raises(SourceError, match="cut short"):

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from stream_pack import head
-from stream_pack.align import Alignment
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.dtypes import BY_NAME
-from stream_pack.front import MPS
-from stream_pack.layout import Policy, plan
+from stream_pack.format import head
+from stream_pack.format.align import Alignment
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.front import MPS
+from stream_pack.format.layout import Policy, plan
 from tests.vectors.minimal_reader import integers, read
 
 ROOT = Path(__file__).parent.parent.parent
 VECTORS = ROOT / "tests" / "vectors"
 VECTOR = (VECTORS / "v1-mp00.pack").read_bytes()
-SCHEMA = ROOT / "stream_pack" / "schema"
+SCHEMA = ROOT / "stream_pack" / "format" / "schema"
 
 pytestmark = pytest.mark.skipif(
     shutil.which("flatc") is None, reason="the FlatBuffers compiler (flatc) is not installed"
@@ -126,7 +126,7 @@ def test_the_generated_modules_are_what_the_compiler_makes_of_the_schemas(tmp_pa
         pytest.skip("other versions of the FlatBuffers compiler write other code")
     schemas = sorted(map(str, SCHEMA.glob("*.fbs")))
     subprocess.run(["flatc", "--python", "-o", str(tmp_path), *schemas], check=True)
-    made = tmp_path / "stream_pack" / "schema" / "generated"
+    made = tmp_path / "stream_pack" / "format" / "schema" / "generated"
     kept = SCHEMA / "generated"
     assert {path.name: path.read_text() for path in kept.glob("*.py")} == {
         path.name: path.read_text() for path in made.glob("*.py")

@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack.header import To
+from stream_pack.format.header import To
 from tests.vectors.minimal_reader import read
 
 FOLDER = Path(__file__).parent.parent / "vectors"

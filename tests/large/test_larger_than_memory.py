@@ -12,12 +12,13 @@ import torch
 import xxhash
 
 import stream_pack
-from stream_pack import ChecksumError, head
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.checksum import xxh3_of_zeros
-from stream_pack.dtypes import BY_NAME
-from stream_pack.front import MPS
-from stream_pack.layout import Policy, plan
+from stream_pack import ChecksumError
+from stream_pack.format import head
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.checksum import xxh3_of_zeros
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.front import MPS
+from stream_pack.format.layout import Policy, plan
 from stream_pack.reader.describe import describe
 from tests.support.memory import anonymous_nbytes
 from tests.support.smaps import mapped_file

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from stream_pack import graph, head
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.dtypes import BY_NAME
-from stream_pack.front import MPS
-from stream_pack.layout import Policy, plan
+from stream_pack.format import graph_mps, head
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.front import MPS
+from stream_pack.format.layout import Policy, plan
 
 COUNT = 1_000_000
 U8 = BY_NAME["uint8"]
@@ -38,6 +38,6 @@ def test_a_million_names_are_planned_written_and_found_again() -> None:
     order = index.name_order[[0, COUNT // 2, COUNT - 1]].tolist()
     by_name = sorted(range(COUNT), key=name)
     assert order == [by_name[0], by_name[COUNT // 2], by_name[-1]]
-    values = graph.decode(data[24:])
+    values = graph_mps.decode(data[24:])
     assert len(values.ids) == COUNT
     assert np.array_equal(values.offsets[:COUNT], np.arange(COUNT) * 256)

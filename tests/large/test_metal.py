@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import stream_pack
-from stream_pack import head
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import TensorTooLarge
-from stream_pack.front import MPS
-from stream_pack.layout import Policy, plan
+from stream_pack.format import head
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.front import MPS
+from stream_pack.format.layout import Policy, plan
 from stream_pack.metal import Device
 from stream_pack.metal.plan import plan_metal
 from stream_pack.metal.rules import IOS_HINT

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from stream_pack.errors import SourceError
-from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.torch_save.zip import TorchZipSource
-from tests.writer.source_suite import options, requests_for
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.sources.torch_save.zip import TorchZipSource
+from tests.sources.source_suite import options, requests_for
 
 NBYTES = 2**31 + (1 << 20)
 PROGRAM = f"import sys, torch; torch.save({{'w': torch.zeros({NBYTES}, dtype=torch.uint8)}}, sys.stdout.buffer)"

@@ -11,12 +11,12 @@ import torch
 import xxhash
 
 import stream_pack
-from stream_pack.writer.bytestream import ByteStream
-from stream_pack.writer.source import Zeros
-from stream_pack.writer.torch_save.zip import TorchZipSource
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.source import Zeros
+from stream_pack.sources.torch_save.zip import TorchZipSource
+from tests.sources.source_suite import options, requests_for
 from tests.support.memory import anonymous_nbytes
 from tests.vectors.minimal_reader import integers
-from tests.writer.source_suite import options, requests_for
 
 NBYTES = 2**32 + 1000
 

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack.align import Alignment
 from stream_pack.cli import main
 from stream_pack.errors import LimitError, RawPayloadError
+from stream_pack.format.align import Alignment
 from stream_pack.metal import Device
 from stream_pack.metal.plan import plan_metal
 from tests.metal.standin import StandIn

@@ -196,7 +196,7 @@ def test_a_hundred_thousand_windows_of_one_page_are_planned_at_once() -> None:
 
 
 def test_the_numbers_of_mps_data_types_are_built_as_apple_builds_them() -> None:
-    from stream_pack.dtypes import BY_NAME, DTYPES
+    from stream_pack.format.dtypes import BY_NAME, DTYPES
     from stream_pack.metal.rules import MPS_DATA_TYPES
 
     kinds = {"uint": 0, "int": 0x2000_0000, "float": 0x1000_0000, "complex": 0x1100_0000}

@@ -17,7 +17,6 @@ import pytest
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack.align import Alignment
 from stream_pack.errors import (
     AlignmentError,
     ChecksumError,
@@ -32,6 +31,7 @@ from stream_pack.errors import (
     UnknownTensorError,
     UnsupportedDtype,
 )
+from stream_pack.format.align import Alignment
 from stream_pack.metal import Device, MetalView, Weights, objc
 from tests.metal.bench import Bench, gone
 from tests.metal.standin import StandIn

@@ -21,7 +21,7 @@ from stream_pack import (
     StreamPackError,
     TruncatedError,
 )
-from stream_pack.header import HeadKind, To
+from stream_pack.format.header import HeadKind, To
 from stream_pack.metal.plan import plan_metal
 from stream_pack.reader.describe import describe
 from stream_pack.reader.verify import verify

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import stream_pack
-from stream_pack import FormatError, NotAPackError, RawPayloadError, TruncatedError, graph
-from stream_pack.dtypes import DTYPES
+from stream_pack import FormatError, NotAPackError, RawPayloadError, TruncatedError
+from stream_pack.format import graph_mps
+from stream_pack.format.dtypes import DTYPES
 from stream_pack.reader.describe import describe
 from tests.support.packs import pack_bytes, tensors
 
@@ -97,7 +98,7 @@ def test_constants_that_contradict_themselves_are_bytes_only() -> None:
 def test_the_graph_decodes_to_what_executorchs_own_schema_says(case: str) -> None:
     wanted = json.loads((VECTORS / f"{case}.graph.json").read_text())
     region = meta(case)["header"]["const_off"]
-    found = graph.decode(memoryview(payload(case).read_bytes())[24:region])
+    found = graph_mps.decode(memoryview(payload(case).read_bytes())[24:region])
     assert found.ids.tolist() == wanted["constant_ids"]
     values = [wanted["mps_values"][number] for number in wanted["constant_ids"]]
     assert found.nbytes.tolist() == [value["constant_buffer_size"] for value in values]

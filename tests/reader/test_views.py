@@ -14,8 +14,8 @@ import torch
 
 import stream_pack
 from stream_pack import FormatError, Pack, StateError, UnknownTensorError
-from stream_pack.catalog import CatalogBuilder
-from stream_pack.dtypes import BY_NAME
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
 from tests.support.memory import needs_proc
 from tests.support.packs import pack_bytes, places, reseal, tensors
 from tests.support.smaps import mapped_file
@@ -437,9 +437,9 @@ def test_a_closed_pack_says_that_it_is_closed(path: Path) -> None:
 
 
 def test_notes_of_a_tensor_are_read(path: Path) -> None:
-    from stream_pack import head
-    from stream_pack.front import MPS
-    from stream_pack.layout import Policy, plan
+    from stream_pack.format import head
+    from stream_pack.format.front import MPS
+    from stream_pack.format.layout import Policy, plan
 
     builder = CatalogBuilder()
     builder.add("a", BY_NAME["uint8"], (0,), storage=0, start=0)

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 import stream_pack
-from stream_pack.header import To
+from stream_pack.format.header import To
 
 __all__ = ["BLOCK_NBYTES", "LOCATOR", "Places", "pack_bytes", "places", "reseal", "tensors"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stream_pack.catalog import Catalog, CatalogBuilder
-from stream_pack.dtypes import BY_NAME
-from stream_pack.writer.source import Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Zeros
 
 __all__ = ["SparseSource"]
 

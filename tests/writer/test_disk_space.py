@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stream_pack
+from tests.sources.byte_sources import Dribble
 from tests.support.torch_zips import saved
-from tests.writer.byte_sources import Dribble
 
 FD = Path("/proc/self/fd")
 NBYTES = 16 << 20

@@ -16,17 +16,17 @@ import pytest
 import torch
 import xxhash
 
-from stream_pack.catalog import Catalog, CatalogBuilder
-from stream_pack.dtypes import BY_NAME
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
-from stream_pack.front import MPS
-from stream_pack.layout import Policy
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.front import MPS
+from stream_pack.format.layout import Policy
+from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
 from stream_pack.writer.pack import write_pack
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
-from stream_pack.writer.source import Chunk, Piece, Requests, Source, StreamOptions, Zeros
-from stream_pack.writer.spool import Spool
 from tests.vectors import minimal_reader
 
 U8 = BY_NAME["uint8"]

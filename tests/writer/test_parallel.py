@@ -25,7 +25,7 @@ from stream_pack.errors import (
     UnknownTensorError,
     UnsupportedTensorError,
 )
-from stream_pack.header import To
+from stream_pack.format.header import To
 from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
 from tests.vectors import minimal_reader
 from tests.writer import save_together

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import StateError
+from stream_pack.pipeline.source import Zeros
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
-from stream_pack.writer.source import Zeros
 
 Put = tuple[int, bytes]
 

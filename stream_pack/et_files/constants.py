@@ -1,0 +1,234 @@
+"""Constants of ExecuTorch's files as columns, whatever kind of file names them, and what is wrong with them.
+
+ExecuTorch checks nothing of this itself, and its exporters get some of it wrong: a view that stores its whole storage,
+float64 labelled float32, scalars that leave all behind them misaligned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import LimitError, SourceError
+from stream_pack.format.catalog import tensor_nbytes
+from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
+from stream_pack.format.limits import MAX_NBYTES
+from stream_pack.format.ragged import row_lengths
+
+__all__ = [
+    "BYTES",
+    "UNKNOWN",
+    "Constants",
+    "Fault",
+    "blobs",
+    "expected_nbytes",
+    "find_faults",
+    "join",
+    "lookup",
+]
+
+UNKNOWN = -1
+"""The dtype of a constant that is none of :data:`stream_pack.format.dtypes.DTYPES`."""
+BYTES = BY_NAME["uint8"]
+_N = TypeVar("_N", bound=np.generic)
+_BITS = np.array([*BITS, 8])  # the last one is that of UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is wrong with a file.
+
+    ``part``: ``"constant"``, or, of what is no constant that could be used at all, ``"range"``, ``"segment"``,
+    ``"graph"``, ``"names"`` or ``"length"``.  ``names`` are the constants that are hit.  ``fatal``: bytes are missing,
+    or would be taken for what they are not.
+
+    Units: bytes; the half-open range ``[file_begin, file_end)``.
+    """
+
+    part: str
+    text: str
+    file_begin: int
+    file_end: int
+    names: tuple[str, ...] = ()
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Constants:
+    """Columns, one entry a constant.
+
+    ``dtypes`` are numbers in :data:`stream_pack.format.dtypes.DTYPES`, or :data:`UNKNOWN`; constant ``k`` has
+    ``dims[dims_ends[k-1]:dims_ends[k]]``.  ``unsound`` says of a constant why its bytes are not the tensor that dtype
+    and dims promise.  ``notes`` is text that belongs to some of them.
+
+    Units: bytes; every range lies inside the file.
+    """
+
+    names: Sequence[str]
+    dtypes: NDArray[np.int16]
+    dims: NDArray[np.int64]
+    dims_ends: NDArray[np.int64]
+    file_offsets: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+    unsound: Mapping[int, str] = field(default_factory=dict)
+    notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def shape(self, row: int) -> tuple[int, ...]:
+        """The dims of one constant."""
+        begin = int(self.dims_ends[row - 1]) if row else 0
+        return tuple(self.dims[begin : int(self.dims_ends[row])].tolist())
+
+    def dtype_name(self, row: int) -> str:
+        """What to call its dtype."""
+        number = int(self.dtypes[row])
+        return "invalid" if number == UNKNOWN else DTYPES[number].name
+
+
+def blobs(
+    names: Sequence[str], file_offsets: NDArray[np.int64], nbytes: NDArray[np.int64]
+) -> Constants:
+    """Constants of which nothing is known but their bytes."""
+    return Constants(
+        names=names,
+        dtypes=np.full(len(names), BYTES, np.int16),
+        dims=nbytes,
+        dims_ends=np.arange(1, len(names) + 1),
+        file_offsets=file_offsets,
+        nbytes=nbytes,
+    )
+
+
+def join(parts: Sequence[Constants]) -> Constants:
+    """All constants of ``parts``, in order, each with a name of its own.
+
+    A name that an earlier one has gets ``#2``, ``#3`` and so on.
+    """
+    names: list[str] = []
+    taken: dict[str, int] = {}
+    unsound: dict[int, str] = {}
+    notes: dict[int, Mapping[str, str]] = {}
+    for part in parts:
+        base = len(names)
+        unsound.update((base + row, text) for row, text in part.unsound.items())
+        notes.update((base + row, text) for row, text in part.notes.items())
+        for name in part.names:
+            unique = name
+            while unique in taken:
+                taken[name] += 1
+                unique = f"{name}#{taken[name]}"
+            taken[unique] = 1
+            names.append(unique)
+    dims = [part.dims for part in parts]
+    lengths = np.array([len(column) for column in dims], np.int64)
+    bases = np.cumsum(lengths) - lengths
+    return Constants(
+        names=names,
+        dtypes=_joined([part.dtypes for part in parts], np.int16),
+        dims=_joined(dims, np.int64),
+        dims_ends=_joined([b + p.dims_ends for b, p in zip(bases.tolist(), parts)], np.int64),
+        file_offsets=_joined([part.file_offsets for part in parts], np.int64),
+        nbytes=_joined([part.nbytes for part in parts], np.int64),
+        unsound=unsound,
+        notes=notes,
+    )
+
+
+def _joined(columns: Sequence[NDArray[_N]], dtype: type[_N]) -> NDArray[_N]:
+    return np.concatenate([np.empty(0, dtype), *columns])
+
+
+def find_faults(constants: Constants, *, origin: int) -> tuple[Constants, list[Fault]]:
+    """The constants with what is unsound marked, and a fault for each thing that is wrong.
+
+    ``origin``: the file offset that alignment counts from, which a runtime maps at a page.
+    Vectorised; names of dtypes and shapes are only looked up for what is wrong.
+    """
+    begins, nbytes = constants.file_offsets, constants.nbytes
+    known = constants.dtypes != UNKNOWN
+    unsound = dict(constants.unsound)
+    for row in np.flatnonzero(known & (expected_nbytes(constants) != nbytes)).tolist():
+        unsound.setdefault(row, _contradiction(constants, row))
+    faults = [_fault(constants, row, text, fatal=True) for row, text in unsound.items()]
+    itemsizes = np.maximum(_BITS[constants.dtypes] // 8, 1)
+    misplaced = (nbytes > 0) & ((begins - origin) % itemsizes != 0)
+    for row in np.flatnonzero(misplaced).tolist():
+        place = int(begins[row]) - origin
+        text = (
+            f"stands at byte {place}, which is no multiple of {itemsizes[row]}, the length of one "
+            f"{constants.dtype_name(row)}"
+        )
+        faults.append(_fault(constants, row, text))
+    faults += _overlaps(constants)
+    return replace(constants, unsound=unsound), faults
+
+
+def _fault(constants: Constants, row: int, text: str, *, fatal: bool = False) -> Fault:
+    begin = int(constants.file_offsets[row])
+    end = begin + int(constants.nbytes[row])
+    name = constants.names[row]
+    return Fault("constant", f"constant {name!r} {text}", begin, end, (name,), fatal)
+
+
+def lookup(numbers: NDArray[np.integer], table: Mapping[int, int]) -> NDArray[np.int16]:
+    """The dtypes that foreign numbers stand for."""
+    distinct, places = np.unique(numbers, return_inverse=True)
+    found = [table.get(number, UNKNOWN) for number in distinct.tolist()]
+    return np.array(found, np.int16)[places]
+
+
+def expected_nbytes(constants: Constants) -> NDArray[np.int64]:
+    """What dtype and dims make; -1 where they make nothing that there could be."""
+    ranks = row_lengths(constants.dims_ends)
+    begins = constants.dims_ends - ranks
+    bits = _BITS[constants.dtypes]
+    expected = np.full(len(constants), -1, np.int64)
+    for rank in np.unique(ranks).tolist():
+        rows = np.flatnonzero(ranks == rank)
+        shapes = constants.dims[begins[rows, None] + np.arange(rank)]
+        filled = np.where(shapes == 0, 1, shapes)
+        # Float64 proves that the exact product fits; 2**60 elements of 16 bytes are beyond any file.
+        fits = (shapes >= 0).all(axis=1) & (filled.astype(np.float64).prod(axis=1) < MAX_NBYTES / 4)
+        elements = np.where(fits[:, None], filled, 1).prod(axis=1)
+        last = shapes[:, -1] if rank else np.ones(len(rows), np.int64)
+        fits &= last % 8 * bits[rows] % 8 == 0
+        length = elements // 8 * bits[rows] + elements % 8 * bits[rows] // 8
+        length[(shapes == 0).any(axis=1)] = 0
+        expected[rows] = np.where(fits, length, -1)
+    return expected
+
+
+def _contradiction(constants: Constants, row: int) -> str:
+    shape, nbytes = constants.shape(row), int(constants.nbytes[row])
+    try:
+        expected = tensor_nbytes(constants.names[row], int(constants.dtypes[row]), shape)
+    except (SourceError, LimitError) as error:
+        return f"is impossible: {error}"
+    return f"has {nbytes} bytes; {constants.dtype_name(row)} of shape {list(shape)} has {expected}"
+
+
+def _overlaps(constants: Constants) -> list[Fault]:
+    """Constants that share some bytes, none of which holds all of the other."""
+    held = np.flatnonzero(constants.nbytes > 0)
+    begins, ends = (
+        constants.file_offsets[held],
+        constants.file_offsets[held] + constants.nbytes[held],
+    )
+    order = np.lexsort((-ends, begins))
+    held, begins, ends = held[order], begins[order], ends[order]
+    reach = np.maximum.accumulate(ends)
+    before = np.concatenate((reach[:1], reach[:-1]))
+    faults = []
+    for place in np.flatnonzero((begins < before) & (ends > before)).tolist():
+        other = int(np.searchsorted(reach, before[place]))  # the first that reaches so far
+        names = (constants.names[int(held[other])], constants.names[int(held[place])])
+        begin, end = int(begins[place]), int(before[place])
+        text = f"constants {names[0]!r} and {names[1]!r} overlap in {end - begin} bytes"
+        faults.append(Fault("constant", text, begin, end, names))
+    return faults

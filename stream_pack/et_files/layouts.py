@@ -1,0 +1,61 @@
+"""How ExecuTorch lays tensors out: its ScalarTypes, and dim orders, which say how dims follow each other in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.ragged import rows_differ
+
+__all__ = ["BY_SCALAR_TYPE", "ORDER_NOTE", "Layouts", "row_major"]
+
+BY_SCALAR_TYPE = {
+    dtype.executorch: number for number, dtype in enumerate(DTYPES) if dtype.executorch is not None
+}
+SIZES_NOTE = "executorch.sizes"
+ORDER_NOTE = "executorch.dim_order"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layouts:
+    """Dims as they follow each other in memory, so that the bytes are row-major.
+
+    ``notes`` are the sizes and dim order of tensors where these differ, as JSON; ``unsound`` says of a tensor why its
+    dim order is none.
+    """
+
+    dims: NDArray[np.int64]
+    notes: Mapping[int, Mapping[str, str]]
+    unsound: Mapping[int, str]
+
+
+def row_major(
+    sizes: NDArray[np.int32],
+    sizes_ends: NDArray[np.int64],
+    orders: NDArray[np.uint8],
+    orders_ends: NDArray[np.int64],
+) -> Layouts:
+    """The dims of tensors of these sizes and dim orders, one row each.  No dim order counts as the usual one."""
+    dims = sizes.astype(np.int64)
+    notes: dict[int, Mapping[str, str]] = {}
+    unsound: dict[int, str] = {}
+    usual = np.arange(len(sizes)) - np.repeat(
+        sizes_ends - np.diff(sizes_ends, prepend=0), np.diff(sizes_ends, prepend=0)
+    )
+    unusual = rows_differ(orders, orders_ends, usual, sizes_ends)
+    unusual &= np.diff(orders_ends, prepend=0) > 0
+    for row in np.flatnonzero(unusual).tolist():
+        begin, end = (int(sizes_ends[row - 1]) if row else 0), int(sizes_ends[row])
+        first, last = (int(orders_ends[row - 1]) if row else 0), int(orders_ends[row])
+        order, shape = orders[first:last].tolist(), sizes[begin:end].tolist()
+        if sorted(order) != list(range(len(shape))):
+            unsound[row] = f"has the dim order {order} for {len(shape)} dims"
+            continue
+        dims[begin:end] = [shape[dim] for dim in order]
+        notes[row] = {SIZES_NOTE: json.dumps(shape), ORDER_NOTE: json.dumps(order)}
+    return Layouts(dims, notes, unsound)

@@ -1,0 +1,90 @@
+"""From the first bytes of a payload, or a data file, to its constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stream_pack.errors import FormatError, TruncatedError
+from stream_pack.et_files.decoders import mps, ptd, xnnpack
+from stream_pack.et_files.payload import NOTHING, Payload, ReadFile
+from stream_pack.format.header import MAX_HEADER_NBYTES, Header, HeadKind
+from stream_pack.format.limits import MAX_NBYTES
+from stream_pack.format.records import Footer, Locator
+
+__all__ = ["read_payload"]
+
+
+def read_payload(
+    file: ReadFile, *, file_offset: int, nbytes: int | None, prefix: str, packs: bool
+) -> Payload:
+    """The payload of ``nbytes`` bytes at ``file_offset``; None: as long as its header says.
+
+    ``prefix`` stands before the numbers of constants that have no other name.  ``packs``: leave one that is a pack,
+    also one that lost its locator, to those who read packs, so that it has no constants here.
+
+    Raises: TruncatedError when it is shorter than its header says, FormatError when an offset in it leads outside.
+    """
+    if nbytes is not None:
+        room = nbytes
+    else:
+        room = MAX_NBYTES if file.nbytes is None else file.nbytes - file_offset
+    start = bytes(file.read(file_offset, min(MAX_HEADER_NBYTES, room)))
+    kind = HeadKind.of(start)
+    if kind is None:
+        other = Payload("other", file_offset, room, file_offset + room, 0, NOTHING)
+        if packs and _ends_with_footer(file, other):
+            raise FormatError(
+                f"it ends with the footer of a pack, and begins with {start[:8].hex(' ')}, which no pack does; the "
+                "file is damaged"
+            )
+        return other
+    if len(start) < kind.header_nbytes:
+        raise _truncated(kind.header_nbytes, len(start))
+    header = Header.decode(start)
+    region, region_nbytes = header.region_file_offset, header.region_nbytes
+    graph_end = (
+        region if header.graph_nbytes is None else header.graph_file_offset + header.graph_nbytes
+    )
+    if max(region, region_nbytes, graph_end) > MAX_NBYTES or graph_end < header.graph_file_offset:
+        raise FormatError(
+            f"the header places flatbuffer and constants at bytes {header.graph_file_offset} to {graph_end} and "
+            f"{region} to {region + region_nbytes}, which no payload has"
+        )
+    end = max(region + region_nbytes, graph_end)
+    if end > room:
+        raise _truncated(end, room)
+    if graph_end > region and region_nbytes:
+        raise FormatError(
+            f"the header places the constants at byte {region}, inside the flatbuffer that ends at byte {graph_end}"
+        )
+    head = file.read(file_offset, max(region, graph_end))
+    payload = Payload(
+        kind.value,
+        file_offset,
+        end if nbytes is None else nbytes,
+        file_offset + region,
+        region_nbytes,
+        NOTHING,
+    )
+    file.keep(file_offset + region, file_offset + region + region_nbytes)
+    if packs and (Locator.stands_before(head[:region]) or _ends_with_footer(file, payload)):
+        return replace(payload, kind="pack")
+    flatbuffer = head[header.graph_file_offset : graph_end]
+    read = {HeadKind.MPS: mps, HeadKind.XNNPACK: xnnpack, HeadKind.PTD: ptd}[kind]
+    return read(payload, flatbuffer, prefix)
+
+
+def _ends_with_footer(file: ReadFile, payload: Payload) -> bool:
+    """Whether a payload without locator is a damaged pack; of a pipe it is seen when its end comes by."""
+    nbytes = len(Footer.MAGIC)
+    if file.nbytes is None or payload.nbytes < nbytes:
+        return False
+    return Footer.stands_before(file.read(payload.file_offset + payload.nbytes - nbytes, nbytes))
+
+
+def _truncated(expected: int, actual: int) -> TruncatedError:
+    return TruncatedError(
+        f"the payload ends too early: expected {expected} bytes, found {actual}",
+        expected_nbytes=expected,
+        actual_nbytes=actual,
+    )

@@ -1,0 +1,306 @@
+"""All that a file of ExecuTorch's holds: which bytes are what, its payloads, its constants, and what is wrong with it.
+
+Nothing here stops at a fault; who wants to use the constants looks whether one is fatal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stream_pack.errors import FormatError, TruncatedError
+from stream_pack.et_files import program as programs
+from stream_pack.et_files.constants import BYTES, Constants, Fault, blobs, find_faults, join
+from stream_pack.et_files.payload import Keyed, Payload, ReadFile
+from stream_pack.et_files.program import MAX_HEADER_NBYTES, Program
+from stream_pack.et_files.read import read_payload
+from stream_pack.et_files.tensors import Segments, program_constants
+from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_NBYTES
+
+__all__ = ["Span", "Survey", "survey_payload", "survey_program"]
+
+LEAST_HEADER_NBYTES = 8
+"""The root's offset and the identifier, of a program without extended header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of the file with a name of its own; Units: bytes, the half-open range ``[file_begin, file_end)``."""
+
+    name: str
+    file_begin: int
+    file_end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Survey:
+    """One file.
+
+    ``kind``: ``"pte"``, or that of its only payload.  ``constants`` come in ``groups``: what each is called, and how
+    many it has.  ``spans`` are what there is beside the bytes of constants; where
+    two share bytes, the first counts.  ``external``: how many constants lie in other files.  ``file_end``: where the
+    last known byte ends.
+    """
+
+    kind: str
+    payloads: tuple[Payload, ...]
+    constants: Constants
+    groups: tuple[tuple[str, int], ...]
+    faults: tuple[Fault, ...]
+    spans: tuple[Span, ...]
+    external: int
+    file_end: int
+
+    @property
+    def breakage(self) -> Fault | None:
+        """The first fault for which not only one constant must not be used."""
+        return next(
+            (fault for fault in self.faults if fault.fatal and fault.part != "constant"), None
+        )
+
+
+def survey_payload(file: ReadFile) -> Survey:
+    """A raw payload or a .ptd, which is all of ``file`` but for what may follow it.
+
+    Raises: FormatError and TruncatedError when it cannot be read at all.
+    """
+    payload = read_payload(file, file_offset=0, nbytes=None, prefix="", packs=False)
+    return Survey(
+        kind=payload.kind,
+        payloads=(payload,),
+        constants=join([payload.constants]),
+        groups=(("tensors", len(payload.constants)),),
+        faults=payload.faults,
+        spans=tuple(_payload_spans(payload)),
+        external=len(payload.keyed),
+        file_end=payload.nbytes,
+    )
+
+
+def survey_program(file: ReadFile) -> Survey:
+    """A .pte.
+
+    A payload's constants are called ``method/delegate/number``; named data by their keys, with what a payload says of
+    them; constants of the program itself by their names, else ``constant/number`` and ``mutable/segment/number``.
+
+    Raises: FormatError and TruncatedError when it cannot be read at all.
+    """
+    start = bytes(
+        file.read(
+            0, MAX_HEADER_NBYTES if file.nbytes is None else min(MAX_HEADER_NBYTES, file.nbytes)
+        )
+    )
+    header = programs.decode_header(start)
+    program_nbytes = _program_nbytes(file, header.program_nbytes)
+    program = programs.decode(file.read(0, program_nbytes))
+    segments, faults = _segments(file, header, program)
+    payload_places, more = _payload_places(program, segments)
+    faults += more
+    own, more = program_constants(program, segments)
+    faults += more
+    for begin, nbytes in zip(own.file_offsets.tolist(), own.nbytes.tolist()):
+        file.keep(begin, begin + nbytes)
+    named, more = _named(program, segments)
+    faults += more
+    for begin, nbytes in zip(named.file_offsets.tolist(), named.nbytes.tolist()):
+        file.keep(begin, begin + nbytes)
+
+    payloads, more = _payloads(file, program, payload_places)
+    faults += more
+    keyed = {key: what for payload in payloads for key, what in payload.keyed.items()}
+    named = _described(named, keyed)
+    own, more = find_faults(own, origin=0)
+    faults += more
+    named, more = find_faults(named, origin=0)
+    faults += more
+    external = set(keyed) - set(named.names)
+    external |= {
+        name or ""
+        for name, elsewhere in zip(program.tensors.names, program.tensors.external.tolist())
+        if elsewhere
+    }
+    ends = segments[0] + segments[1]
+    return Survey(
+        kind="pte",
+        payloads=tuple(payloads),
+        constants=join([*(payload.constants for payload in payloads), named, own]),
+        groups=(
+            ("payload constants", sum(len(payload.constants) for payload in payloads)),
+            ("named data", len(named)),
+            ("program constants", len(own)),
+        ),
+        faults=tuple(faults) + tuple(fault for payload in payloads for fault in payload.faults),
+        spans=(
+            *(span for payload in payloads for span in _payload_spans(payload)),
+            Span(
+                "header",
+                0,
+                LEAST_HEADER_NBYTES if header.program_nbytes is None else MAX_HEADER_NBYTES,
+            ),
+            Span("program", 0, program_nbytes),
+            *_unused_segments(program, segments),
+        ),
+        external=len(external),
+        file_end=max([program_nbytes, *ends.tolist()]),
+    )
+
+
+def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
+    if claimed is None:
+        if file.nbytes is None:
+            raise FormatError(
+                "an ExecuTorch program without extended header does not say its length, and so cannot come through a "
+                "pipe: give the file"
+            )
+        claimed = file.nbytes
+    elif file.nbytes is not None and claimed > file.nbytes:
+        raise TruncatedError(
+            f"the program ends too early: expected at least {claimed} bytes, found {file.nbytes}",
+            expected_nbytes=claimed,
+            actual_nbytes=file.nbytes,
+        )
+    if claimed > MAX_FLATBUFFER_NBYTES:
+        raise FormatError(
+            f"the program claims {claimed} bytes, and a flatbuffer has less than 2 GiB"
+        )
+    return claimed
+
+
+def _segments(
+    file: ReadFile, header: programs.ProgramHeader, program: Program
+) -> tuple[Segments, list[Fault]]:
+    offsets, nbytes = program.segments
+    base = header.segments_file_offset
+    end = MAX_NBYTES if file.nbytes is None else file.nbytes
+    faults = []
+    if header.segments_nbytes is not None and base + header.segments_nbytes > end:
+        text = f"the file ends too early: its header announces {base + header.segments_nbytes} bytes, it has {end}"
+        faults.append(Fault("length", text, end, base + header.segments_nbytes, fatal=True))
+    if len(offsets) and base < (header.program_nbytes or 0) and int(nbytes.max()) > 0:
+        text = f"the header places the segments at byte {base}, inside the program of {header.program_nbytes} bytes"
+        faults.append(Fault("segment", text, base, header.program_nbytes or 0, fatal=True))
+        base = end
+    base = min(base, end)
+    room = np.uint64(end - base)
+    inside = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
+    inside |= nbytes == 0  # of which nobody asks where it is
+    for number in np.flatnonzero(~inside).tolist():
+        text = (
+            f"segment {number} has {nbytes[number]} bytes from byte {offsets[number]} of the segments on, which end "
+            f"at byte {room}"
+        )
+        faults.append(Fault("segment", text, base, end, fatal=True))
+    held = inside & (nbytes > 0)
+    begins = np.where(held, base + np.where(held, offsets, np.uint64(0)).astype(np.int64), -1)
+    return (begins, np.where(held, nbytes, np.uint64(0)).astype(np.int64)), faults
+
+
+def _payload_places(
+    program: Program, segments: Segments
+) -> tuple[dict[tuple[int, int], list[programs.Delegate]], list[Fault]]:
+    """The delegates of each payload, by its file offset and length, in the order of the file; none overlap."""
+    places: dict[tuple[int, int], list[programs.Delegate]] = {}
+    faults = []
+    for delegate in program.delegates:
+        begins, lengths = segments if delegate.in_segment else program.inline
+        if delegate.index >= len(begins):
+            what = "segment" if delegate.in_segment else "inline payload"
+            who = f"delegate {delegate.number} of method {delegate.method!r}"
+            text = f"{who} has {what} {delegate.index} of {len(begins)}"
+            faults.append(Fault("graph", text, 0, MAX_HEADER_NBYTES, fatal=True))
+            continue
+        place = int(begins[delegate.index]), int(lengths[delegate.index])
+        if place[1] > 0:
+            places.setdefault(place, []).append(delegate)
+    apart = {}
+    reach = 0
+    for (begin, nbytes), users in sorted(places.items()):
+        if begin < reach:
+            # Read again for each delegate, a small file could ask for any amount of time and memory.
+            text = f"the payload of {users[0].method}/{users[0].number} overlaps the one in front of it"
+            faults.append(Fault("segment", text, begin, begin + nbytes, fatal=True))
+        else:
+            apart[begin, nbytes] = users
+        reach = max(reach, begin + nbytes)
+    return apart, faults
+
+
+def _payloads(
+    file: ReadFile, program: Program, places: dict[tuple[int, int], list[programs.Delegate]]
+) -> tuple[list[Payload], list[Fault]]:
+    payloads = []
+    faults = []
+    for (begin, nbytes), delegates in places.items():
+        users = tuple(f"{delegate.method}/{delegate.number}" for delegate in delegates)
+        try:
+            payload = read_payload(
+                file, file_offset=begin, nbytes=nbytes, prefix=f"{users[0]}/", packs=True
+            )
+        except FormatError as error:
+            text = f"the payload of {users[0]} (bytes {begin} to {begin + nbytes}): {error}"
+            faults.append(Fault("graph", text, begin, begin + nbytes, fatal=True))
+            continue
+        payloads.append(replace(payload, backend=delegates[0].backend, users=users))
+    return payloads, faults
+
+
+def _named(program: Program, segments: Segments) -> tuple[Constants, list[Fault]]:
+    """Named data as bytes, and what is wrong with their names."""
+    keys, numbers = program.named
+    begins, lengths = segments
+    faults = []
+    seen: set[str] = set()
+    rows = []
+    for row, (key, number) in enumerate(zip(keys, numbers.tolist())):
+        if number >= len(begins):
+            text = f"named data {key!r} lies in segment {number} of {len(begins)}"
+            faults.append(Fault("segment", text, 0, MAX_HEADER_NBYTES, (key,), fatal=True))
+            continue
+        if key in seen:
+            text = f"named data {key!r} is named twice"
+            faults.append(Fault("names", text, 0, MAX_HEADER_NBYTES, (key,), fatal=True))
+        seen.add(key)
+        rows.append(row)
+    chosen = numbers[rows].astype(np.int64)
+    return blobs(
+        [keys[row] for row in rows], np.maximum(begins[chosen], 0), lengths[chosen]
+    ), faults
+
+
+def _described(named: Constants, keyed: dict[str, Keyed]) -> Constants:
+    """Named data with what payloads say of them."""
+    known = [keyed.get(name) for name in named.names]
+    whole = [(int(nbytes),) for nbytes in named.nbytes.tolist()]
+    shapes = [what.shape if what else shape for what, shape in zip(known, whole)]
+    return replace(
+        named,
+        dtypes=np.array([what.dtype if what else BYTES for what in known], np.int16),
+        dims=np.array([dim for shape in shapes for dim in shape], np.int64),
+        dims_ends=np.cumsum([len(shape) for shape in shapes], dtype=np.int64),
+        notes={row: what.notes for row, what in enumerate(known) if what and what.notes},
+    )
+
+
+def _unused_segments(program: Program, segments: Segments) -> Iterator[Span]:
+    """Segments that nothing in the program refers to."""
+    begins, lengths = segments
+    used = np.zeros(len(begins), bool)
+    areas = [area.segment for area in (program.constants, *program.mutable) if area is not None]
+    delegates = [delegate.index for delegate in program.delegates if delegate.in_segment]
+    numbers = np.array([*areas, *delegates, *program.named[1].tolist()], np.int64)
+    used[numbers[numbers < len(begins)]] = True
+    for number in np.flatnonzero(~used & (lengths > 0)).tolist():
+        begin = int(begins[number])
+        yield Span("segments without a name", begin, begin + int(lengths[number]))
+
+
+def _payload_spans(payload: Payload) -> Iterator[Span]:
+    begin, end = payload.file_offset, payload.file_offset + payload.nbytes
+    if payload.kind == "pack":
+        yield Span("packs", begin, end)
+    elif payload.kind == "other":
+        yield Span("payloads of other backends", begin, end)
+    else:
+        yield Span("payload heads", begin, min(payload.region_file_offset, end))

@@ -1,0 +1,135 @@
+"""The constants that an ExecuTorch program holds itself: what no delegate took, and what its methods may change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.et_files.constants import (
+    UNKNOWN,
+    Constants,
+    Fault,
+    blobs,
+    expected_nbytes,
+    join,
+    lookup,
+)
+from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
+from stream_pack.et_files.program import Offsets, Program
+from stream_pack.format.ragged import row_lengths
+
+__all__ = ["Segments", "program_constants"]
+
+_N = TypeVar("_N", bound=np.generic)
+
+Segments = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""File offsets and lengths; of a segment that is not there, -1 and 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slots:
+    """Places that tensors refer to by number.
+
+    ``room``: bytes up to what follows, padding included.  ``tensors``: which tensors mean these places.
+    """
+
+    prefix: str
+    tensors: NDArray[np.bool_]
+    file_offsets: NDArray[np.int64]
+    room: NDArray[np.int64]
+
+
+def program_constants(program: Program, segments: Segments) -> tuple[Constants, list[Fault]]:
+    """The program's own constants, as the first tensor that refers to each describes it, and what is out of range."""
+    parts: list[Constants] = []
+    faults: list[Fault] = []
+    for slots in _slots(program, segments, faults):
+        parts += _described(program, slots, faults)
+    return join(parts), faults
+
+
+def _slots(program: Program, segments: Segments, faults: list[Fault]) -> Iterator[_Slots]:
+    tensors = program.tensors
+    held = ~tensors.external & (tensors.buffers > 0)
+    if len(program.buffers[0]):
+        begins, lengths = program.buffers
+        yield _Slots("constant/", held & ~tensors.mutable, begins, lengths)
+    elif program.constants is not None:
+        yield _in_segment("constant/", held & ~tensors.mutable, program.constants, segments, faults)
+    for number, offsets in enumerate(program.mutable):
+        mutable = held & tensors.mutable & (tensors.mutable_segments == number)
+        yield _in_segment(f"mutable/{number}/", mutable, offsets, segments, faults)
+
+
+def _in_segment(
+    prefix: str,
+    tensors: NDArray[np.bool_],
+    found: Offsets,
+    segments: Segments,
+    faults: list[Fault],
+) -> _Slots:
+    begins, lengths = segments
+    if found.segment >= len(begins):
+        text = f"{prefix[:-1]}: its data lies in segment {found.segment} of {len(begins)}"
+        faults.append(Fault("segment", text, 0, 0, fatal=True))
+        nothing = np.zeros(0, np.int64)
+        return _Slots(prefix, np.zeros_like(tensors), nothing, nothing)
+    begin, nbytes = int(begins[found.segment]), int(lengths[found.segment])
+    inside = found.offsets <= np.uint64(nbytes)
+    for number in np.flatnonzero(~inside).tolist():
+        text = f"{prefix}{number} begins at byte {found.offsets[number]} of a segment of {nbytes} bytes"
+        end = max(begin, 0) + nbytes
+        faults.append(Fault("range", text, max(begin, 0), end, (f"{prefix}{number}",), fatal=True))
+    offsets = np.where(inside, found.offsets, np.uint64(nbytes)).astype(np.int64)
+    # What follows is the next higher offset, or the segment's end.
+    bounds = np.unique(np.append(offsets, nbytes))
+    following = bounds[np.minimum(np.searchsorted(bounds, offsets, side="right"), len(bounds) - 1)]
+    return _Slots(prefix, tensors, max(begin, 0) + offsets, following - offsets)
+
+
+def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator[Constants]:
+    tensors = program.tensors
+    rows = np.flatnonzero(slots.tensors)
+    numbers = tensors.buffers[rows].astype(np.int64)
+    missing = numbers >= len(slots.room)
+    for number in np.unique(numbers[missing]).tolist():
+        text = f"a tensor has the data {slots.prefix}{number}, and there are {len(slots.room)}"
+        faults.append(Fault("range", text, 0, 0, (f"{slots.prefix}{number}",), fatal=True))
+    numbers, firsts = np.unique(numbers[~missing], return_index=True)
+    rows = rows[~missing][firsts]
+    ranks, order_ranks = row_lengths(tensors.sizes_ends), row_lengths(tensors.dim_orders_ends)
+    sizes = _rows_of(tensors.sizes, tensors.sizes_ends, rows)
+    orders = _rows_of(tensors.dim_orders, tensors.dim_orders_ends, rows)
+    layouts = row_major(sizes, np.cumsum(ranks[rows]), orders, np.cumsum(order_ranks[rows]))
+    room = slots.room[numbers]  # what is stored can only be too little
+    described = Constants(
+        names=[
+            tensors.names[row] or f"{slots.prefix}{number}"
+            for row, number in zip(rows.tolist(), numbers.tolist())
+        ],
+        dtypes=lookup(tensors.scalar_types[rows], BY_SCALAR_TYPE),
+        dims=layouts.dims,
+        dims_ends=np.cumsum(ranks[rows]),
+        file_offsets=slots.file_offsets[numbers],
+        nbytes=room,
+        unsound=layouts.unsound,
+        notes=layouts.notes,
+    )
+    expected = expected_nbytes(described)
+    fits = (expected >= 0) & (expected <= room) & (described.dtypes != UNKNOWN)
+    yield replace(described, nbytes=np.where(fits, expected, room))
+    others = np.setdiff1d(np.flatnonzero(slots.room > 0), numbers)
+    others = others[others > 0]  # number 0 stands for no data
+    names = [f"{slots.prefix}{number}" for number in others.tolist()]
+    yield blobs(names, slots.file_offsets[others], slots.room[others])
+
+
+def _rows_of(values: NDArray[_N], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[_N]:
+    """Some rows of a ragged column, one after the other."""
+    lengths = row_lengths(ends)[rows]
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return values[np.repeat(ends[rows] - lengths, lengths) + within]

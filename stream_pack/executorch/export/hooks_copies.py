@@ -1,0 +1,116 @@
+"""Copies of the model that an export makes to be safe: here they share its memory.
+
+ExecuTorch deep-copies the program that it hands to a backend, and a weight that goes to two of them.  Strict export
+(``torch.export.export(..., strict=True)``, ExecuTorch's Llama export among others) keeps two clones of each weight, in
+case that a condition has to be computed.
+
+Imports torch: only a block of ``streaming_constants`` imports this.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
+
+from stream_pack.executorch.export.held import SMALL_NBYTES
+from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.session import Export
+
+__all__ = ["HOOKS"]
+
+LOWERING = (
+    "executorch.exir.backend.backend_api",
+    "executorch.exir.backend.backend_details",
+    "executorch.exir.backend.canonical_partitioners.duplicate_constant_node_pass",
+    "executorch.exir.program._program",
+)
+"""Modules that copy programs and weights to rearrange graphs; a weight is never written to.  Anybody else's deepcopy
+is one."""
+
+
+def _deepcopy(
+    export: Export,
+    stock: Callable[..., Any],
+    x: Any,
+    memo: dict[int, Any] | None = None,
+    *rest: Any,
+) -> Any:
+    if _caller() in LOWERING:
+        memo = {} if memo is None else memo
+        memo.update((id(tensor), tensor) for tensor in _weights(x))
+    return stock(x, memo, *rest)
+
+
+def _caller() -> str:
+    """The module that called the function we stand for."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals["__name__"].startswith("stream_pack."):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
+def _weights(x: Any) -> Iterator[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, torch.export.ExportedProgram):
+        for value in (*x.state_dict.values(), *x.constants.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+    else:  # a manager of several
+        for program in getattr(x, "_edge_programs", {}).values():
+            yield from _weights(program)
+
+
+def _clone_input(export: Export, stock: Callable[..., Any], value: Any, fake_mode: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.is_nested or torch._is_functional_tensor(value):
+        return stock(value, fake_mode)
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        clone = _lazy_clone(value)
+    elif is_traceable_wrapper_subclass(value):
+        clone = _lazy_clone_parts(value)
+    else:
+        clone = None
+    if clone is None:
+        return stock(value, fake_mode)
+    return clone.requires_grad_(value.requires_grad) if value.is_leaf else clone
+
+
+def _lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A clone that takes memory when it, or ``tensor``, is written to; None where torch has none."""
+    if tensor.layout != torch.strided or tensor.nbytes < SMALL_NBYTES:
+        return None
+    try:
+        return tensor.detach()._lazy_clone()
+    except RuntimeError:
+        # Memory that torch did not allocate, as a mapped checkpoint's.  A parameter is not written to in inference.
+        return tensor.detach() if isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _lazy_clone_parts(tensor: torch.Tensor) -> torch.Tensor:
+    def clone(name: str, part: torch.Tensor) -> torch.Tensor:
+        lazy = _lazy_clone(part) if type(part) is torch.Tensor else None
+        return part.clone() if lazy is None else lazy
+
+    cloned: torch.Tensor = transform_subclass(tensor.detach(), clone)  # type: ignore[no-untyped-call]
+    return cloned
+
+
+HOOKS = (
+    Hook(
+        module="copy",
+        name="deepcopy",
+        signatures=("(x, memo=None, _nil=[])",),
+        replacement=_deepcopy,
+    ),
+    Hook(
+        module="torch._dynamo.variables.builder",
+        name="_clone_input",
+        signatures=("(value, fake_mode)",),
+        replacement=_clone_input,
+        optional=True,
+    ),
+)

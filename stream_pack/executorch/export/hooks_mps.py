@@ -1,0 +1,272 @@
+"""MPS delegate payloads whose constants go to disk as the graph is made (ExecuTorch up to 1.4).
+
+Where ExecuTorch writes a constant wrongly, this writes it rightly: a view's own elements instead of its storage's first
+bytes, elements of the type that the graph says, one constant for equal ones of one type only, and nothing that another
+export has left behind.
+
+Imports torch, and ExecuTorch's MPS backend only once somebody else has: importing that warns and configures logging.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stream_pack.errors import UnsupportedTensorError
+from stream_pack.executorch.export.held import Held
+from stream_pack.executorch.export.hooks_program import StreamedCord
+from stream_pack.executorch.export.mps_pack import Constant, Region, assemble, plan_region
+from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.placeholder import HeldBytes, held_in
+from stream_pack.executorch.export.session import Export
+from stream_pack.executorch.export.tensors import digest_of, hold_tensor
+
+__all__ = ["HOOKS"]
+
+FLOAT32, FLOAT16, INT4 = 2, 1, 5
+# MPSDataType -> the elements that the device reads.  Left out are those it aborts on: bfloat16, uint8, complex.
+_ELEMENTS = {
+    FLOAT16: torch.float16,
+    FLOAT32: torch.float32,
+    3: torch.float64,
+    6: torch.int8,
+    7: torch.int16,
+    8: torch.int32,
+    9: torch.int64,
+    12: torch.uint16,
+    13: torch.uint32,
+    14: torch.uint64,
+    15: torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What one call of ``preprocess`` knows: names of parameters and buffers by node, and by number as they are met."""
+
+    names: dict[str, str]
+    labels: dict[int, str] = field(default_factory=dict)
+
+
+def _serialized_buffer(
+    export: Export,
+    stock: Callable[..., Any],
+    self: Any,
+    node: torch.fx.Node,
+    mps_graph: Any,
+    node_id: int,
+    mps_data_type: Any = None,
+) -> tuple[int, Any, Any]:
+    """As ExecuTorch, but by the tensor's name, and without a contiguous copy of it."""
+    from executorch.backends.apple.mps.utils.mps_utils import get_param_tensor, is_parameter
+
+    if not is_parameter(self.exported_program, node):
+        return stock(self, node, mps_graph, node_id, mps_data_type)  # type: ignore[no-any-return]
+    if mps_data_type is None:
+        mps_data_type = self.get_serialized_dtype(node)
+    program: _Program = export.state[__name__]
+    program.labels[node_id] = program.names.get(node.name, node.name)
+    tensor = get_param_tensor(self.exported_program, node)
+    return self.get_serialized_data(tensor, mps_graph, mps_data_type, node_id)  # type: ignore[no-any-return]
+
+
+def _serialized_data(
+    export: Export,
+    stock: Callable[..., Any],
+    self: Any,
+    tensor: torch.Tensor,
+    mps_graph: Any,
+    mps_data_type: Any,
+    id: int,
+) -> tuple[int, Any, Any]:
+    """Hold the constant's elements instead of copying its storage; what is returned stands for them."""
+    schema = _schema()
+    name = export.state[__name__].labels.get(id, f"constant {id}")
+    if tensor.numel() == 0:
+        raise UnsupportedTensorError(
+            f"{name} has no elements: the MPS runtime aborts on such a constant; keep it out of the delegate",
+            tensor=name,
+        )
+    if mps_data_type == INT4:
+        # Only the device's own code can pack these: ExecuTorch does it, one tensor at a time.
+        nbytes, buffer, mps_data_type = stock(self, tensor, mps_graph, mps_data_type, id)
+        held = export.holder.hold([buffer.storage], nbytes)
+    else:
+        if self.convert_model_to_fp16 and mps_data_type == FLOAT32:
+            mps_data_type = schema.MPSDataType(FLOAT16)
+        if int(mps_data_type) not in _ELEMENTS:
+            raise UnsupportedTensorError(
+                f"{name} is a constant of {tensor.dtype}: the MPS runtime aborts on it; cast it before the export, or "
+                "keep it out of the delegate",
+                tensor=name,
+            )
+        held = hold_tensor(export.holder, tensor, name=name, dtype=_ELEMENTS[int(mps_data_type)])
+        if id not in mps_graph.constant_ids:
+            mps_graph.constant_ids.append(id)
+    return held.nbytes, schema.Buffer(storage=HeldBytes(held, name)), mps_data_type
+
+
+def _define_scalar(
+    export: Export,
+    stock: Callable[..., Any],
+    self: Any,
+    val: float | int,
+    mps_data_type: Any,
+    mps_graph: Any,
+) -> int:
+    """As ExecuTorch, but 1, 1.0 and True, or numbers for graphs of two types, are constants of their own."""
+    key = (type(val), repr(val), int(mps_data_type))
+    if key in self.tensor_to_id:
+        return self.tensor_to_id[key]  # type: ignore[no-any-return]
+    number: int = self.get_serialized_id(key, mps_graph)
+    nbytes, buffer, mps_data_type = self.get_serialized_data(
+        torch.tensor(val), mps_graph, mps_data_type, number
+    )
+    tensor = _schema().MPSTensor(
+        datatype=mps_data_type,
+        num_dims=1,
+        dims=[1],
+        constant_buffer_size=nbytes,
+        constant_buffer=buffer,
+    )
+    mps_graph.mps_values.append(tensor)
+    return number
+
+
+def _hash_tensor(
+    export: Export, stock: Callable[..., Any], self: Any, tensor: torch.Tensor
+) -> object:
+    """What tells constants apart: Python's hash of the numbers takes -1 for -2, and no notice of type and shape."""
+    return str(tensor.dtype), tuple(tensor.shape), digest_of(tensor)
+
+
+def _node_visitors(export: Export, stock: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    """Visitors of one program that number their tensors among themselves, not among all programs of the process."""
+    visitors: dict[str, Any] = stock(*args)
+    numbers: dict[Any, Any] = {}
+    for visitor in visitors.values():
+        visitor._tensor_to_id = numbers
+    signature = args[0].graph_signature
+    export.state[__name__] = _Program(
+        {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    )
+    return visitors
+
+
+def _constant_segment(
+    export: Export, stock: Callable[..., Any], mps_graph: Any
+) -> tuple[StreamedCord | Region, Any]:
+    """Say where each constant will stand, and what the region is made of."""
+    if export.alignment == "stock":
+        return stock(mps_graph)  # type: ignore[no-any-return]
+    labels = export.state[__name__].labels
+    constants = []
+    for number in mps_graph.constant_ids:
+        value = mps_graph.mps_values[number]
+        held = held_in(value.constant_buffer.storage)
+        assert held is not None, "every constant came through _serialized_data"
+        name = labels.get(number, str(number))
+        constants.append(Constant(number, name, int(value.datatype), tuple(value.dims), held))
+    region = plan_region(constants)
+    for constant, offset in zip(constants, region.offsets, strict=True):
+        value = mps_graph.mps_values[constant.id]
+        value.constant_buffer = _schema().Buffer(storage=b"")
+        value.segment_offset = offset
+    return region, mps_graph
+
+
+class _Payload(StreamedCord):
+    """The payload as ``preprocess`` puts it together: header, graph, padding, constants.
+
+    With a region it is a pack, whose header and padding are its own.
+    """
+
+    _region: Region | None = None
+
+    def append(self, data: Any) -> None:
+        if isinstance(data, Region):
+            self._region = data
+        else:
+            super().append(data)
+
+    def __bytes__(self) -> bytes:
+        if self._region is None:
+            held = Held.compose(self._buffers)
+        else:
+            _, graph, *_ = self._buffers
+            held = assemble(self._region, graph)
+        # Who calls preprocess() himself may hand the payload to anything.
+        caller = sys._getframe(2).f_globals.get("__name__")
+        placeholder = HeldBytes(held, "an MPS payload")
+        return placeholder if caller in _LOWERING else bytes(placeholder)
+
+
+def _payload(export: Export, stock: Callable[..., Any], data: Any = None) -> _Payload:
+    return _Payload(data)
+
+
+def _schema() -> Any:
+    return sys.modules["executorch.backends.apple.mps.serialization.mps_graph_schema"]
+
+
+_LOWERING = ("executorch.exir.backend.backend_api", "executorch.exir.backend.backend_details")
+"""Modules that call ``preprocess`` to lower a program."""
+
+_VISITOR = "executorch.backends.apple.mps.operators.node_visitor"
+_PREPROCESS = "executorch.backends.apple.mps.mps_preprocess"
+
+HOOKS = (
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.get_serialized_data",
+        signatures=("(self, tensor, mps_graph, mps_data_type, id)",),
+        replacement=_serialized_data,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.get_serialized_buffer",
+        signatures=("(self, node, mps_graph, node_id, mps_data_type=None)",),
+        replacement=_serialized_buffer,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.define_scalar",
+        signatures=("(self, val, mps_data_type, mps_graph)",),
+        replacement=_define_scalar,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.hash_tensor",
+        signatures=("(self, tensor)",),
+        replacement=_hash_tensor,
+        late=True,
+    ),
+    Hook(
+        module=_PREPROCESS,
+        name="get_node_visitors",
+        signatures=("(*args)",),
+        replacement=_node_visitors,
+        late=True,
+    ),
+    Hook(
+        module=_PREPROCESS,
+        name="_extract_constant_segment",
+        signatures=("(mps_graph)",),
+        replacement=_constant_segment,
+        late=True,
+    ),
+    Hook(
+        module=_PREPROCESS,
+        name="Cord",
+        signatures=("(data=None)",),
+        replacement=_payload,
+        late=True,
+    ),
+)

@@ -1,0 +1,109 @@
+"""Data that delegates share by name, in the program or in files of their own (``.ptd``).
+
+ExecuTorch keeps it in a ``NamedDataStore``, which merges equal data by their SHA-256.  What comes in is put to disk,
+and the store has what stands for it: ``FileBackedData`` from 1.5 on, placeholders before, of which it computes the
+digests that decide the same.
+
+Imports ExecuTorch and torch: only a block of ``streaming_constants`` imports this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stream_pack.executorch.export import hooks_memory
+from stream_pack.executorch.export.held import SMALL_NBYTES, Held
+from stream_pack.executorch.export.hooks_program import cord
+from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.placeholder import HeldBytes
+from stream_pack.executorch.export.session import Export
+from stream_pack.executorch.export.tensors import hold_tensor
+
+_stand_in: Callable[[Held, str], Any]
+try:
+    from stream_pack.executorch.export.held_file import HeldFile
+except ImportError:  # before 1.5
+    _stand_in = HeldBytes
+else:
+
+    def _stand_in(held: Held, label: str) -> HeldFile:
+        return HeldFile(held)
+
+
+__all__ = ["HOOKS"]
+
+
+def _add(
+    export: Export,
+    stock: Callable[..., Any],
+    self: Any,
+    key: str,
+    data: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    label = f"the data {key!r}"
+    if isinstance(data, HeldBytes):
+        key = _true_key(key, data)
+        data = _stand_in(data.held, label)
+    elif type(data) is bytes and len(data) >= SMALL_NBYTES:
+        data = _stand_in(
+            export.holder.hold(_chunks(data, export.holder.chunk_nbytes), len(data)), label
+        )
+    stock(self, key, data, *args, **kwargs)
+
+
+def _chunks(data: bytes, chunk_nbytes: int) -> Iterator[memoryview]:
+    for begin in range(0, len(data), chunk_nbytes):
+        yield memoryview(data)[begin : begin + chunk_nbytes]
+
+
+def _true_key(key: str, data: HeldBytes) -> str:
+    """``key``, or, where it was made of the placeholder's SHA-256, what it is with the content's."""
+    this = hooks_memory.current()
+    wrong = hashlib.sha256(data).hexdigest()
+    if this is None or not key.endswith(wrong):
+        return key
+    true = key.removesuffix(wrong) + data.held.sha256_digest().hex()
+    this.keys[key] = true
+    return true
+
+
+def _tensor_bytes(export: Export, stock: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    """The tensor's elements in the order of its dims in memory, which is what its layout in the store says.
+
+    Only what is a view is not as in ExecuTorch, which would take the whole storage.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
+        return stock(tensor)
+    ordered = tensor.detach().permute(tensor.dim_order())
+    held = hold_tensor(export.holder, ordered, name="of a named data store")
+    if held.nbytes < SMALL_NBYTES:
+        return held.read(0, held.nbytes)
+    return _stand_in(held, f"a tensor of shape {list(tensor.shape)}")
+
+
+HOOKS = (
+    Hook(
+        module="executorch.exir._serialize._named_data_store",
+        name="NamedDataStore.add_named_data",
+        signatures=("(self, key, data, alignment=1, external_tag=None, tensor_layout=None)",),
+        replacement=_add,
+    ),
+    Hook(
+        module="executorch.exir._serialize._named_data_store",
+        name="_tensor_to_bytes",
+        signatures=("(tensor)",),
+        replacement=_tensor_bytes,
+    ),
+    Hook(
+        module="executorch.extension.flat_tensor.serialize.serialize",
+        name="Cord",
+        signatures=("(data=None)",),
+        replacement=cord,
+    ),
+)

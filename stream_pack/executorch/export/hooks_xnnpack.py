@@ -1,0 +1,118 @@
+"""XNNPACK's constants: from the tensor's memory to disk, under the same names as in ExecuTorch.
+
+What ExecuTorch computes before it asks for bytes, it computes with whole tensors: another memory format, fp32 of
+another dtype, quantized values.  Such a copy is as long as that tensor, and there is one at a time.
+
+Imports torch: only a block of ``streaming_constants`` imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stream_pack.executorch.export.hooks_memory import reading
+from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.session import Export
+from stream_pack.executorch.export.tensors import SERIAL_ELEMENTS
+from stream_pack.pipeline.budget import give_back
+
+__all__ = ["HOOKS"]
+
+
+def _serialize_constant(
+    export: Export,
+    stock: Callable[..., Any],
+    self: Any,
+    what: Any,
+    xnn_graph: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A weight, or the scales of one: both name their bytes by SHA-256 and list them in ``constant_data``."""
+    begin = len(xnn_graph.constant_data)
+    node = getattr(what, "q_input", what)
+    with reading(f"XNNPACK's constant {node}", sha256=True) as this:
+        result = stock(self, what, xnn_graph, *args, **kwargs)
+    for entry in xnn_graph.constant_data[begin:]:
+        entry.named_key = this.keys.get(entry.named_key, entry.named_key)
+    # What ExecuTorch computed with is as long as the tensor, and free now; glibc would keep some of it.
+    give_back()
+    return result
+
+
+def _param_tensor(
+    export: Export, stock: Callable[..., Any], exp_prog: Any, node: Any
+) -> torch.Tensor | None:
+    """ExecuTorch goes on to take the whole storage: for a view, that would be other weights than the view's."""
+    tensor = stock(exp_prog, node)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
+        return tensor  # type: ignore[no-any-return]
+    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor  # type: ignore[no-any-return]
+    return _with_own_storage(tensor)
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory, whose storage is that memory and no more.  Copies: none."""
+    memory = view.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.from_numpy(memory).view(view.dtype).reshape(view.shape)
+
+
+def _pack_nibbles(export: Export, stock: Callable[..., Any], inp: torch.Tensor) -> torch.Tensor:
+    """A window of rows at a time, because ExecuTorch copies what it is given four times over."""
+    if inp.ndim != 2 or not inp.numel():
+        return stock(inp)  # type: ignore[no-any-return]
+    rows, columns = inp.shape
+    step = max(1, SERIAL_ELEMENTS // columns)
+    packed = torch.empty((rows, -(-columns // 2)), dtype=torch.uint8)
+    for begin in range(0, rows, step):
+        packed[begin : begin + step] = stock(inp[begin : begin + step])
+    return packed
+
+
+_VISITOR = "executorch.backends.xnnpack.operators.node_visitor"
+_SERIALIZE = (
+    "(self, tensor, xnn_graph, vals_to_ids, convert_to_nhwc, swap_in_out_for_weights, quant_params, "
+    "force_fp32=False, groups=1)"
+)
+
+HOOKS = (
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.get_serialized_buffer_index",
+        signatures=(_SERIALIZE,),
+        replacement=_serialize_constant,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.get_quant_params",
+        signatures=("(self, quant_params, xnn_graph, external_tag=None)",),
+        replacement=_serialize_constant,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="NodeVisitor.convert_to_qc4w",
+        signatures=("(inp)",),
+        replacement=_pack_nibbles,
+        late=True,
+    ),
+    Hook(
+        module=_VISITOR,
+        name="get_param_tensor",
+        signatures=("(exp_prog, node)",),
+        replacement=_param_tensor,
+        late=True,
+    ),
+    Hook(
+        module="executorch.backends.xnnpack.operators.quant_params",
+        name="get_param_tensor",
+        signatures=("(exp_prog, node)",),
+        replacement=_param_tensor,
+        late=True,
+    ),
+)

@@ -1,0 +1,102 @@
+"""An MPS payload that is a pack, put together of constants that lie on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stream_pack.errors import UnsupportedTensorError
+from stream_pack.executorch.export.held import Held
+from stream_pack.format import head
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.front import Front
+from stream_pack.format.header import HeadKind
+from stream_pack.format.layout import Layout, Policy, plan
+from stream_pack.pipeline.source import Zeros
+
+__all__ = ["Constant", "Region", "assemble", "plan_region"]
+
+_BY_MPS = {dtype.mps: number for number, dtype in enumerate(DTYPES) if dtype.mps}
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Value ``id`` of a graph: ``datatype`` is an MPSDataType, ``shape`` what the graph says."""
+
+    id: int
+    name: str
+    datatype: int
+    shape: tuple[int, ...]
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Where the constants stand: ``offsets`` in their order; ``buffers``, what the region is filled with.
+
+    Units: bytes, from the region's first.
+    """
+
+    layout: Layout
+    offsets: tuple[int, ...]
+    buffers: tuple[Held, ...]
+
+    def __len__(self) -> int:
+        return self.layout.region_nbytes
+
+
+def plan_region(constants: Sequence[Constant]) -> Region:
+    """Lay out the constants.  Those of equal content share their bytes.
+
+    Raises: UnsupportedTensorError when a constant's length is not that of its shape; LimitError.
+    """
+    builder = CatalogBuilder()
+    storages: dict[tuple[bytes, int], int] = {}
+    names: set[str] = set()
+    for constant in constants:
+        held = constant.held
+        storage = storages.setdefault((held.digest, held.nbytes), len(storages))
+        name = constant.name if constant.name not in names else f"{constant.name} ({constant.id})"
+        names.add(name)
+        nbytes = builder.add(
+            name, _BY_MPS[constant.datatype], constant.shape, storage=storage, start=0
+        )
+        if nbytes != held.nbytes:
+            raise UnsupportedTensorError(
+                f"constant {name!r} has {held.nbytes} bytes, and {list(constant.shape)} elements of MPS type "
+                f"{constant.datatype} have {nbytes}: export with alignment='stock'",
+                tensor=name,
+            )
+    by_storage = {storages[c.held.digest, c.held.nbytes]: c.held for c in constants}
+    stored_nbytes = sum(held.nbytes for held in by_storage.values())
+    layout = plan(builder.build(storages_nbytes=stored_nbytes), Policy())
+    return Region(
+        layout,
+        tuple(layout.index.offset(tensor) for tensor in range(len(constants))),
+        tuple(by_storage[storage] for storage in layout.buffer_storages.tolist()),
+    )
+
+
+def assemble(region: Region, graph: bytes) -> Held:
+    """The pack of ``region`` behind ``graph``, the flatbuffer that says the same.  Copies: none of the constants."""
+    encoded = head.encode(region.layout, Front(HeadKind.MPS, lambda index: graph))
+    checksums = np.array(
+        [checksum for held in region.buffers for checksum in held.block_checksums], "<u8"
+    ).tobytes()
+    members: list[Held | bytes | Zeros] = [
+        encoded.front,
+        Zeros(encoded.padding_nbytes),
+        encoded.locator,
+    ]
+    end = 0
+    for offset, held in zip(
+        region.layout.index.buffer_offsets.tolist(), region.buffers, strict=True
+    ):
+        members += [Zeros(offset - end), held]
+        end = offset + held.nbytes
+    footer = head.encode_footer(encoded.head, checksums)
+    members += [Zeros(region.layout.region_nbytes - end), checksums, footer]
+    return Held.compose(members)

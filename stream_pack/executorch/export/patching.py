@@ -1,0 +1,222 @@
+"""Replacing functions of ExecuTorch for as long as a block lasts, and only for the thread that is in it.
+
+A replaced function stays where it was for everybody else: what stands in its place asks :func:`active` and, without a
+streamed export, calls the original.  Blocks in several threads share the replacements; the last one puts the originals
+back.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from stream_pack.errors import UntestedVersionError
+from stream_pack.executorch.export.session import active
+
+__all__ = ["TESTED_VERSIONS", "Hook", "Patches"]
+
+TESTED_VERSIONS = ("1.4.1", "1.5.1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hook:
+    """A function, method or class of ExecuTorch, and what runs instead in a block.
+
+    ``name`` is what ``module`` calls it, with a dot for a method; what another module has imported needs a hook there.
+    ``signatures``: its parameters in the versions tested, without annotations.  ``replacement`` is called with the
+    export, the original, and the caller's arguments.
+
+    ``late``: hook it only when somebody else has imported the module, then or later, because importing it has effects.
+    ``optional``: there are tested versions without it.
+    """
+
+    module: str
+    name: str
+    signatures: tuple[str, ...]
+    replacement: Callable[..., Any]
+    late: bool = False
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class _Replaced:
+    owner: Any
+    attribute: str
+    original: Any
+    stand_in: Any
+    uses: int = 0
+
+    def restore(self) -> None:
+        # Somebody may have replaced ours meanwhile and will put it back, or call it: it does nothing without a block.
+        if vars(self.owner).get(self.attribute) is self.stand_in:
+            setattr(self.owner, self.attribute, self.original)
+
+
+_LOCK = threading.RLock()
+_REPLACED: dict[tuple[str, str], _Replaced] = {}
+
+
+class Patches:
+    """``hooks``, in place from ``with`` to its end.  Nothing is replaced if one of them is refused.
+
+    Raises, on entering: UntestedVersionError for a hook that is not what was tested; with ``allow_untested`` this is a
+    warning, and a hook that is missing is left out.  ModuleNotFoundError without ExecuTorch.
+    """
+
+    def __init__(self, hooks: Iterable[Hook], *, allow_untested: bool) -> None:
+        self._waiting = list(hooks)
+        self._allow_untested = allow_untested
+        self._mine: list[tuple[str, str]] = []
+
+    def __enter__(self) -> Patches:
+        for hook in self._waiting:
+            if not hook.late:
+                _import(hook)
+        self.refresh()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _LOCK:
+            for key in reversed(self._mine):
+                replaced = _REPLACED[key]
+                replaced.uses -= 1
+                if not replaced.uses:
+                    del _REPLACED[key]
+                    replaced.restore()
+            self._mine = []
+            self._waiting = []
+
+    def refresh(self) -> None:
+        """Hook what waited for its module, where that is imported by now."""
+        if not self._waiting:
+            return
+        with _LOCK:
+            ready = [hook for hook in self._waiting if not hook.late or hook.module in sys.modules]
+            self._waiting = [hook for hook in self._waiting if hook not in ready]
+            for hook in self._probe(ready):
+                key = (hook.module, hook.name)
+                if key not in _REPLACED:
+                    _REPLACED[key] = _replace(hook)
+                _REPLACED[key].uses += 1
+                self._mine.append(key)
+
+    def _probe(self, hooks: list[Hook]) -> list[Hook]:
+        """Those that are there; refuses, or warns of, what is not as tested."""
+        found, faults = [], []
+        for hook in hooks:
+            fault = None if (hook.module, hook.name) in _REPLACED else _fault(hook)
+            if fault != _MISSING:
+                found.append(hook)
+            if fault is not None and not (fault == _MISSING and hook.optional):
+                faults.append(f"{hook} {fault}")
+        if faults:
+            message = (
+                f"ExecuTorch {_version()} is not as the versions tested ({', '.join(TESTED_VERSIONS)}): "
+                f"{'; '.join(faults)}"
+            )
+            if not self._allow_untested:
+                raise UntestedVersionError(
+                    f"{message}: use one of those, or try this one with allow_untested=True",
+                    faults=tuple(faults),
+                )
+            warnings.warn(message, stacklevel=4)
+        return found
+
+
+_MISSING = "is missing"
+
+
+def _import(hook: Hook) -> None:
+    try:
+        importlib.import_module(hook.module)
+    except ModuleNotFoundError as error:
+        # Without ExecuTorch at all there is nothing to stream.
+        if error.name == "executorch" or not f"{hook.module}.".startswith(f"{error.name}."):
+            raise
+
+
+def _owner(hook: Hook) -> tuple[Any, str] | None:
+    """What has the hook's last name as an attribute of its own."""
+    owner: Any = sys.modules.get(hook.module)
+    *path, attribute = hook.name.split(".")
+    for step in path:
+        owner = getattr(owner, step, None)
+    if owner is None or attribute not in vars(owner):
+        return None
+    return owner, attribute
+
+
+def _fault(hook: Hook) -> str | None:
+    place = _owner(hook)
+    if place is None:
+        return _MISSING
+    owner, attribute = place
+    signature = _signature(getattr(owner, attribute))
+    if signature in hook.signatures:
+        return None
+    return f"takes {signature}, expected {' or '.join(hook.signatures)}"
+
+
+def _signature(function: Any) -> str:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "what cannot be told"
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    bare = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+    return str(bare)
+
+
+def _replace(hook: Hook) -> _Replaced:
+    place = _owner(hook)
+    assert place is not None, f"{hook} was found a moment ago"
+    owner, attribute = place
+    original = vars(owner)[attribute]
+    wrapped = original.__func__ if isinstance(original, staticmethod) else original
+    stand_in: Any = _dispatcher(wrapped, hook.replacement)
+    if isinstance(original, staticmethod):
+        stand_in = staticmethod(stand_in)
+    setattr(owner, attribute, stand_in)
+    return _Replaced(owner, attribute, original, stand_in)
+
+
+def _dispatcher(
+    original: Callable[..., Any], replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original, updated=())
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        export = active()
+        if export is None:
+            return original(*args, **kwargs)
+        export.refresh()
+        return replacement(export, original, *args, **kwargs)
+
+    return dispatch
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("executorch")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"

@@ -1,0 +1,70 @@
+"""From a torch tensor to disk.  Imported only where torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import xxhash
+
+from stream_pack.executorch.export.held import CHUNK_NBYTES, Held, Holder
+from stream_pack.pipeline.gather import row_windows
+from stream_pack.sources.memory.torch_tensors import describe_tensor
+
+__all__ = ["digest_of", "hold_tensor"]
+
+SERIAL_ELEMENTS = 1 << 14
+"""torch works on this many in the calling thread, and divides 32,768 and more among others: for a chunk, waiting for
+them takes longer than the work (14 times on two busy cores)."""
+
+
+def hold_tensor(
+    holder: Holder,
+    tensor: torch.Tensor,
+    *,
+    name: str,
+    dtype: torch.dtype | None = None,
+    sha256: bool = False,
+) -> Held:
+    """Write the elements of ``tensor`` in row-major order, cast to ``dtype`` if that is given.
+
+    torch's own code casts, so the bytes are those that it would have given.  ``sha256``: as in :meth:`Holder.hold`.
+
+    Copies: of a contiguous tensor in host memory that is not cast, none in memory; else a chunk at a time.
+    Raises: UnsupportedTensorError for a tensor without plain bytes; OSError.
+    """
+    live = describe_tensor(name, tensor)
+    dtype = tensor.dtype if dtype is None else dtype
+    nbytes = tensor.numel() * dtype.itemsize
+    if live.derivation is None and dtype == tensor.dtype:
+        chunks = live.read(0, nbytes, chunk_nbytes=holder.chunk_nbytes)
+    else:
+        chunks = _copied(tensor.detach(), dtype, holder.chunk_nbytes)
+    return holder.hold(chunks, nbytes, sha256=sha256)
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype, chunk_nbytes: int) -> Iterator[memoryview]:
+    """The elements in row-major order, cast to ``dtype``, in chunks of about ``chunk_nbytes``."""
+    capacity = max(SERIAL_ELEMENTS, chunk_nbytes // dtype.itemsize)
+    chunk, filled = torch.empty(capacity, dtype=dtype), 0
+    for index in row_windows(tensor.shape, 1, SERIAL_ELEMENTS):
+        window = tensor[index]
+        if filled + window.numel() > capacity:
+            yield _memory(chunk[:filled])
+            filled = 0
+        chunk[filled : filled + window.numel()].view(window.shape).copy_(window)
+        filled += window.numel()
+    yield _memory(chunk[:filled])
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def digest_of(tensor: torch.Tensor) -> bytes:
+    """The XXH3-128 of the elements in row-major order.  Raises: as :func:`hold_tensor`."""
+    digest = xxhash.xxh3_128()
+    live = describe_tensor("a constant", tensor)
+    for chunk in live.read(0, tensor.numel() * tensor.itemsize, chunk_nbytes=CHUNK_NBYTES):
+        digest.update(chunk)
+    return digest.digest()

@@ -1,0 +1,158 @@
+"""Payloads of ExecuTorch's MPS delegate, from its own graph and the tensors that the graph refers to.
+
+The MPS backend exists up to ExecuTorch 1.4.1.  Its runtime runs no verifier: it checks no bound, and it aborts the
+process on what it does not know; so that is refused here.
+Source: ExecuTorch 1.4.1, backends/apple/mps: serialization/schema.fbs, and runtime/operations/OperationUtils.mm for
+what the device knows.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stream_pack.errors import SourceError, UnsupportedTensorError
+from stream_pack.executorch.payloads.constants import Constant, Constants, check_named
+from stream_pack.executorch.payloads.payload import write_payload
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.front import Front
+from stream_pack.format.header import HeadKind
+from stream_pack.format.index import Index
+from stream_pack.report import Report
+from stream_pack.writer.pack import Progress
+from stream_pack.writer.sink import BinaryWriter
+
+if TYPE_CHECKING:
+    from executorch.backends.apple.mps.serialization.mps_graph_schema import MPSGraph
+
+__all__ = ["build_mps_payload", "encode_graph", "front"]
+
+_DEVICE = {1, 2, 5, 6, 7, 8, 9, 15}
+"""MPSDataTypes that getMPSDataType knows: f16, f32, i4, i8, i16, i32, i64, bool.  It takes f64 for f32, whose constants
+have half the bytes, and aborts on all others."""
+
+_BY_MPS = {dtype.mps: number for number, dtype in enumerate(DTYPES) if dtype.mps}
+
+
+def build_mps_payload(
+    graph: MPSGraph,
+    constants: Constants,
+    target: str | os.PathLike[str] | int | BinaryWriter,
+    *,
+    names: Mapping[int, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    alignment: Alignment = DEFAULT_ALIGNMENT,
+    block_nbytes: int = BLOCK_NBYTES,
+    jobs: int | None = None,
+    max_memory: int | None = None,
+    spool_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the payload of ``graph``, streaming its constants: a pack that ExecuTorch's MPS delegate reads as its own.
+
+    ``graph`` is an ``MPSGraph`` as ExecuTorch's own visitors make it; what its constants say of bytes and positions is
+    not looked at, and it is not changed.  ``constants`` maps each of its ``constant_ids`` to the module's tensor
+    (torch or NumPy); a source has them under these numbers, as text.  float32 and float64 become float16, and float64
+    becomes float32, where the graph says so; of 4-bit constants, the packed bytes are taken.
+    ``names``: what constants are called in the pack, by id; by default their ids.
+    ``target`` and the other options: as for :func:`stream_pack.convert`.
+
+    Copies: none of contiguous tensors on the CPU that need no cast; else a chunk at a time.
+    Raises: SourceError for a graph that refers to values it has not, for a constant or name missing or too many;
+    UnsupportedTensorError naming a constant that the device would abort on, or that is not what the graph says;
+    LimitError; OSError.  A target path is then as it was before.
+    """
+    numbers = _constant_ids(graph)
+    check_named(names, numbers)
+    wanted = [_constant(graph, number, names or {}) for number in numbers]
+    return write_payload(
+        front(graph),
+        constants,
+        wanted,
+        target,
+        metadata=metadata,
+        alignment=alignment,
+        block_nbytes=block_nbytes,
+        jobs=jobs,
+        max_memory=max_memory,
+        spool_dir=spool_dir,
+        progress=progress,
+    )
+
+
+def front(graph: MPSGraph) -> Front:
+    """The front of a pack whose tensors are the constants of ``graph``, in the order of its ``constant_ids``."""
+
+    def encode(index: Index) -> bytes:
+        return encode_graph(graph, index.offsets.tolist(), index.tensor_nbytes.tolist())
+
+    return Front(HeadKind.MPS, encode)
+
+
+def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
+    """The flatbuffer of ``graph``, made by ExecuTorch's own serializer, with its constants at the places given.
+
+    ``offsets`` and ``nbytes``: one for each of ``constant_ids``, in bytes; offsets count from the region's first one.
+    ``graph`` is not changed; bytes that its values still carry are left out.
+    """
+    from executorch.backends.apple.mps.serialization.mps_graph_schema import Buffer
+    from executorch.backends.apple.mps.serialization.mps_graph_serialize import (
+        convert_to_flatbuffer,
+    )
+
+    placed = copy.copy(graph)
+    placed.mps_values = list(graph.mps_values)
+    for number, offset, length in zip(_constant_ids(graph), offsets, nbytes, strict=True):
+        placed.mps_values[number] = replace(
+            graph.mps_values[number],
+            constant_buffer_size=length,
+            constant_buffer=Buffer(storage=b""),
+            segment_offset=offset,
+        )
+    encoded: bytes = convert_to_flatbuffer(placed)
+    return encoded
+
+
+def _constant_ids(graph: MPSGraph) -> list[int]:
+    """The graph's constant ids, proved to be numbers of values, each met once."""
+    ids = [int(number) for number in graph.constant_ids]
+    values = len(graph.mps_values)
+    met: set[int] = set()
+    for number in ids:
+        if not 0 <= number < values:
+            raise SourceError(
+                f"the graph's constant_ids name value {number}, and it has {values} values: what ExecuTorch remembers "
+                "of an earlier export in this process (NodeVisitor._tensor_to_id) does that"
+            )
+        if number in met:
+            raise SourceError(f"the graph's constant_ids name value {number} more than once")
+        met.add(number)
+    return ids
+
+
+def _constant(graph: MPSGraph, number: int, names: Mapping[int, str]) -> Constant:
+    """What the graph says of its value ``number``, proved to be something that the device can hold."""
+    value = graph.mps_values[number]
+    name = names.get(number, str(number))
+    label = f"value {number}" if name == str(number) else f"value {number} ({name!r})"
+    dims = tuple(int(dim) for dim in value.dims)
+    if value.num_dims != len(dims):
+        raise UnsupportedTensorError(
+            f"{label} has num_dims {value.num_dims} and {len(dims)} dims", tensor=name
+        )
+    datatype = int(value.datatype)
+    if datatype not in _DEVICE:
+        called = (
+            DTYPES[_BY_MPS[datatype]].name if datatype in _BY_MPS else f"MPSDataType {datatype}"
+        )
+        raise UnsupportedTensorError(
+            f"{label} is {called}, which the device does not read as such: its runtime aborts, or takes it for another "
+            "type; have the module hold another dtype",
+            tensor=name,
+        )
+    return Constant(label, (str(number),), name, dtype=_BY_MPS[datatype], dims=dims)

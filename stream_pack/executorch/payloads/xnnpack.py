@@ -1,0 +1,137 @@
+"""Payloads of ExecuTorch's XNNPACK delegate with their constants in line, from its own graph.
+
+ExecuTorch 1.4 and later put constants into the program's named data and refer to them by key.  Its runtime reads
+constants inside the payload as well, and these stand at aligned places under this package's checksums.
+Source: ExecuTorch 1.5.1, backends/xnnpack: serialization/schema.fbs, and runtime/XNNCompiler.cpp for what is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from stream_pack.errors import SourceError
+from stream_pack.executorch.payloads.constants import Constant, Constants, check_named
+from stream_pack.executorch.payloads.payload import write_payload
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.front import Front
+from stream_pack.format.header import HeadKind
+from stream_pack.format.index import Index
+from stream_pack.report import Report
+from stream_pack.writer.pack import Progress
+from stream_pack.writer.sink import BinaryWriter
+
+if TYPE_CHECKING:
+    from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNGraph
+
+__all__ = ["build_xnnpack_payload", "encode_graph", "front"]
+
+_KEEPS_POINTERS = "XNNPReLU"
+"""The one node whose constant XNNPACK reads when it runs; of all others it makes packed copies when it compiles."""
+
+
+def build_xnnpack_payload(
+    graph: XNNGraph,
+    constants: Constants,
+    target: str | os.PathLike[str] | int | BinaryWriter,
+    *,
+    names: Mapping[int, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    alignment: Alignment = DEFAULT_ALIGNMENT,
+    block_nbytes: int = BLOCK_NBYTES,
+    jobs: int | None = None,
+    max_memory: int | None = None,
+    spool_dir: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Write the payload of ``graph``, streaming its constants into it: a pack that the XNNPACK delegate runs.
+
+    ``graph`` is an ``XNNGraph`` as ExecuTorch's own visitors make it; it is not changed.  ``constants`` has the tensor
+    of each entry of its ``constant_data`` but the reserved first, by the entry's number or by its ``named_key`` (one
+    tensor then serves all entries with that key).  Tensors are taken as they are: what ExecuTorch has packed is given
+    packed.
+    ``names``: what constants are called in the pack, by number; by default their numbers.
+    ``target`` and the other options: as for :func:`stream_pack.convert`.
+
+    Copies: none of contiguous tensors on the CPU; else a chunk at a time.
+    Raises: SourceError for a graph with PReLU nodes, for a constant missing or too many; UnsupportedTensorError naming
+    a constant that has not the length that the graph says; LimitError, also when graph and index take 4 GiB or more;
+    OSError.  A target path is then as it was before.
+    """
+    _refuse_kept_pointers(graph)
+    numbers = range(1, _entries(graph))
+    check_named(names, numbers)
+    wanted = [_constant(graph, number, names or {}) for number in numbers]
+    return write_payload(
+        front(graph),
+        constants,
+        wanted,
+        target,
+        metadata=metadata,
+        alignment=alignment,
+        block_nbytes=block_nbytes,
+        jobs=jobs,
+        max_memory=max_memory,
+        spool_dir=spool_dir,
+        progress=progress,
+    )
+
+
+def front(graph: XNNGraph) -> Front:
+    """The front of a pack whose tensors are the constants of ``graph``, from its entry 1 on."""
+
+    def encode(index: Index) -> bytes:
+        return encode_graph(graph, index.offsets.tolist(), index.tensor_nbytes.tolist())
+
+    return Front(HeadKind.XNNPACK, encode)
+
+
+def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
+    """The flatbuffer of ``graph``, made by ExecuTorch's own serializer, with its constants at the places given.
+
+    ``offsets`` and ``nbytes``: one for each entry of ``constant_data`` but the reserved first, in bytes; offsets count
+    from the region's first one.  ``graph`` is not changed; no key is left in what is returned.
+    """
+    from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset
+    from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import (
+        convert_to_flatbuffer,
+    )
+
+    placed = copy.copy(graph)
+    placed.constant_data = graph.constant_data[:1]
+    for _, offset, length in zip(range(1, _entries(graph)), offsets, nbytes, strict=True):
+        # Absent, not empty: the runtime looks for any key that is there, the empty one too.
+        placed.constant_data.append(ConstantDataOffset(offset=offset, size=length, named_key=None))
+    encoded: bytes = convert_to_flatbuffer(placed)
+    return encoded
+
+
+def _entries(graph: XNNGraph) -> int:
+    """How many entries constant_data has, the reserved one included, which is proved to be that."""
+    first = graph.constant_data[0] if graph.constant_data else None
+    if first is None or first.offset or first.size or first.named_key:
+        raise SourceError(
+            f"the graph's constant_data begins with {first}: its first entry is reserved, with offset and size 0"
+        )
+    return len(graph.constant_data)
+
+
+def _constant(graph: XNNGraph, number: int, names: Mapping[int, str]) -> Constant:
+    entry = graph.constant_data[number]
+    name = names.get(number, str(number))
+    label = f"constant {number}" if name == str(number) else f"constant {number} ({name!r})"
+    keys = (str(number), entry.named_key) if entry.named_key else (str(number),)
+    return Constant(label, keys, name, nbytes=int(entry.size))
+
+
+def _refuse_kept_pointers(graph: XNNGraph) -> None:
+    for place, node in enumerate(graph.xnodes):
+        if type(node.xnode_union).__name__ == _KEEPS_POINTERS:
+            raise SourceError(
+                f"node {place} of the graph is a PReLU, whose slopes XNNPACK reads when it runs, after ExecuTorch has "
+                "given a payload's memory back: the program would crash; keep its constants in named data, as "
+                "ExecuTorch writes them"
+            )

@@ -1,0 +1,233 @@
+"""ExecuTorch's XNNGraph: the constants it refers to, read from any payload, and one that holds nothing else.
+
+:func:`encode` writes the graph of a plain pack with NumPy, a record a tensor; :func:`decode` reads where the constants
+of any XNNGraph lie and what they are.
+Source: ``schema/xnn_graph.fbs``; ExecuTorch 1.5.1, backends/xnnpack/serialization/schema.fbs and runtime_schema.fbs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import FormatError, LimitError
+from stream_pack.format.flatbuf import Table, Tables, root_table
+from stream_pack.format.index import Index
+from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK
+
+__all__ = ["BY_KEY", "DTYPE_NAMES", "XnnGraph", "XnnValues", "decode", "disagreements", "encode"]
+
+IDENTIFIERS = (b"XN01", b"XN00")
+"""The one written by ExecuTorch for delegates, and that of the same tables in its runtime's schema."""
+
+BY_KEY = 2**64 - 1
+"""The offset of a constant that lies elsewhere: in the program's named data, under its key."""
+
+DTYPE_NAMES: dict[int, str] = {
+    # XNNDatatype: the dtype whose elements lie in the payload; quantized ones as the integers they are
+    1: "float32",
+    2: "float16",
+    3: "int8",  # qint8
+    4: "uint8",  # quint8
+    5: "int32",  # qint32
+    6: "int8",  # qcint8
+    7: "int32",  # qcint32
+    8: "uint4",  # qcint4: stored with 8 added
+    10: "uint4",  # qbint4: likewise
+    12: "int32",
+    14: "bfloat16",
+}
+
+_FLOAT32, _BFLOAT16 = 1, 14
+_WHAT = "the XNNPACK graph"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class XnnValues:
+    """What a graph says of its constants: one row for each value, or table of quantization scales, that has one.
+
+    ``constants`` are numbers in constant_data, from 1 on; more than one row may have the same.  ``datatypes`` are
+    XNNDatatype numbers; row ``k`` has ``dims[dims_ends[k-1]:dims_ends[k]]``; ``num_dims`` is the field of that name,
+    which a sound graph has equal to the number of dims.
+    """
+
+    constants: NDArray[np.uint32]
+    datatypes: NDArray[np.int16]
+    num_dims: NDArray[np.uint32]
+    dims: NDArray[np.uint32]
+    dims_ends: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class XnnGraph:
+    """The constants of a graph, as columns.  Entry 0 is reserved, and refers to nothing.
+
+    ``offsets`` of :data:`BY_KEY` stand for a constant that has a key instead.
+
+    Units: bytes; ``offsets`` count from the region's first byte.
+    Lifetime: keeps the flatbuffer, from which keys are read when asked for.
+    """
+
+    offsets: NDArray[np.uint64]
+    nbytes: NDArray[np.uint64]
+    key_begins: NDArray[np.int64]
+    key_nbytes: NDArray[np.int64]
+    values: XnnValues
+    data: memoryview
+
+    def key(self, constant: int) -> str | None:
+        """The key of a constant in the program's named data; None if it has none.
+
+        Raises: FormatError when it is not UTF-8.
+        """
+        begin, nbytes = int(self.key_begins[constant]), int(self.key_nbytes[constant])
+        if nbytes == 0:
+            return None
+        try:
+            return str(self.data[begin : begin + nbytes], "utf-8")
+        except UnicodeDecodeError:
+            raise FormatError(f"{_WHAT}: the key of constant {constant} is not UTF-8") from None
+
+
+# In words of 4 bytes, from the flatbuffer's first byte.  Tables are multiples of 8 bytes, for the u64 in them.
+_ROOT_VTABLE_AT, _CONSTANT_VTABLE_AT, _ROOT_AT = 2, 8, 10
+# Slots: version, xnodes, xvalues, (num_externs: 0), input_ids, output_ids, (two that are deprecated), constant_data.
+_ROOT_NBYTES = 28
+_ROOT_VTABLE = np.array([22, _ROOT_NBYTES, 4, 8, 12, 0, 16, 20, 0, 0, 24], "<u2")
+# Slots: offset, size, (named_key: absent; ExecuTorch's runtime looks for any that is there, an empty one too).
+_CONSTANT_WORDS, _OFFSET, _NBYTES = 6, 2, 4
+_CONSTANT_VTABLE = np.array([8, 24, 8, 16], "<u2")
+
+
+def encode(index: Index) -> bytes:
+    """The flatbuffer ``XN01`` of a plain pack: every tensor a constant, no nodes and no values.
+
+    28 bytes a tensor.  Raises: LimitError when it would reach 2 GiB.
+    """
+    constants = 1 + len(index)
+    version = _ROOT_AT + _ROOT_NBYTES // 4  # count 1, "0", terminator
+    nodes, values, inputs, outputs = range(version + 2, version + 6)
+    constant_data = version + 6
+    first = constant_data + 1 + constants
+    first += first % 2
+    total = first + _CONSTANT_WORDS * constants
+    if 4 * total > MAX_FLATBUFFER_NBYTES:
+        raise LimitError(
+            f"a graph of {4 * total} bytes for {len(index)} tensors: a flatbuffer must stay below 2 GiB",
+            value=4 * total,
+            limit=MAX_FLATBUFFER_NBYTES,
+        )
+    out = np.zeros(total, "<u4")
+    out[0] = 4 * _ROOT_AT
+    out[1] = int.from_bytes(IDENTIFIERS[0], "little")
+    for vtable, at in ((_ROOT_VTABLE, _ROOT_VTABLE_AT), (_CONSTANT_VTABLE, _CONSTANT_VTABLE_AT)):
+        out[at:].view("<u2")[: len(vtable)] = vtable
+    out[_ROOT_AT] = 4 * (_ROOT_AT - _ROOT_VTABLE_AT)
+    targets = (version, nodes, values, inputs, outputs, constant_data)
+    for field, target in enumerate(targets, start=_ROOT_AT + 1):
+        out[field] = 4 * (target - field)
+    out[version : version + 2] = 1, ord("0")
+    out[constant_data] = constants
+    tables = first + _CONSTANT_WORDS * np.arange(constants)
+    fields = constant_data + 1 + np.arange(constants)
+    out[fields] = 4 * (tables - fields)
+    out[tables] = 4 * (tables - _CONSTANT_VTABLE_AT)
+    for word, column in ((_OFFSET, index.offsets), (_NBYTES, index.tensor_nbytes)):
+        out[tables[1:] + word] = column & 0xFFFFFFFF
+        out[tables[1:] + word + 1] = column >> 32
+    return out.tobytes()
+
+
+_I2, _U4, _U8 = np.dtype("<i2"), np.dtype("<u4"), np.dtype("<u8")
+_UNION = np.dtype("u1")
+
+
+def decode(data: memoryview, *, most: int | None = None) -> XnnGraph:
+    """The constants of the XNNGraph in ``data``, whoever wrote it; no region bound is checked.
+
+    ``most``: how many constants to decode, the reserved one included, and no values then; by default all.
+
+    Vectorised.  Raises: FormatError when an offset leads out of ``data``, or a value to a constant that is not there.
+    """
+    root = root_table(data, IDENTIFIERS, _WHAT)
+    constants = root.tables(8, most=most)
+    key_begins, key_nbytes = constants.spans(2, 1)
+    values = _values(root if most is None else None, len(constants))
+    return XnnGraph(
+        offsets=constants.scalars(0, _U8),
+        nbytes=constants.scalars(1, _U8),
+        key_begins=key_begins,
+        key_nbytes=key_nbytes,
+        values=values,
+        data=data,
+    )
+
+
+def _values(root: Table | None, constants: int) -> XnnValues:
+    if root is None:
+        empty = np.empty(0, _U4)
+        return XnnValues(empty, empty.astype(_I2), empty, empty, np.empty(0, np.int64))
+    values = root.tables(2)
+    union = values.scalars(0, _UNION)
+    quantized = values.tables(1, np.flatnonzero(union == 2))
+    parts = [
+        _tensors(values.tables(1, np.flatnonzero(union == 1))),
+        _tensors(quantized.tables(0, np.arange(len(quantized)))),
+    ]
+    parameters = quantized.scalars(1, _UNION)
+    for kind, slot, datatype in ((1, 2, _FLOAT32), (4, 4, _BFLOAT16)):
+        # PerChannelQuant and PerChannelGroupQuant keep their scales among the constants.
+        parts.append(
+            _scales(quantized.tables(2, np.flatnonzero(parameters == kind)), slot, datatype)
+        )
+    joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
+    numbers, datatypes, num_dims, ranks, dims = joined
+    if int(numbers.max(initial=0)) >= max(constants, 1):
+        raise FormatError(
+            f"{_WHAT} is broken: a value has constant {int(numbers.max())} of {constants}"
+        )
+    held = numbers > 0
+    return XnnValues(
+        constants=numbers[held].astype(_U4),
+        datatypes=datatypes[held].astype(_I2),
+        num_dims=num_dims[held].astype(_U4),
+        dims=dims[np.repeat(held, ranks)].astype(_U4),
+        dims_ends=np.cumsum(ranks[held]),
+    )
+
+
+def _tensors(tensors: Tables) -> tuple[NDArray[np.integer], ...]:
+    """Constant, datatype, num_dims, rank, dims of XNNTensorValues."""
+    dims, ends = tensors.vectors(2, _U4, longest=MAX_RANK)
+    ranks = np.diff(ends, prepend=0)
+    return tensors.scalars(3, _U4), tensors.scalars(0, _I2), tensors.scalars(1, _U4), ranks, dims
+
+
+def _scales(tables: Tables, slot: int, datatype: int) -> tuple[NDArray[np.integer], ...]:
+    """The same of the scales that quantization parameters refer to from ``slot`` on."""
+    one = np.ones(len(tables), np.int64)
+    return (
+        tables.scalars(slot, _U4),
+        (datatype * one).astype(_I2),
+        one,
+        one,
+        tables.scalars(slot + 1, _U4),
+    )
+
+
+def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
+    """Of which tensors of ``index`` the graph says something else.
+
+    Raises: FormatError when it is no XNNGraph, or has fewer constants than there are tensors.
+    """
+    found = decode(data, most=1 + len(index))
+    if len(found.offsets) < 1 + len(index):
+        raise FormatError(
+            f"the graph has {len(found.offsets)} constants, the reserved one included, for {len(index)} tensors"
+        )
+    wrong: NDArray[np.bool_] = found.offsets[1:] != index.offsets.astype(np.uint64)
+    wrong |= found.nbytes[1:] != index.tensor_nbytes.astype(np.uint64)
+    wrong |= found.key_nbytes[1:] > 0
+    return wrong

@@ -1,0 +1,238 @@
+"""The head: header, graph, index and locator together, everything in front of the region.
+
+:func:`encode` makes it from a layout before the first data byte is known; :func:`decode` reads and
+proves it, from the same bytes a file or a pipe delivers.  Source: docs/FORMAT.md, "The file".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from stream_pack.errors import ChecksumError, FormatError, LimitError
+from stream_pack.format import header, index
+from stream_pack.format.align import PAGE_NBYTES, align_up
+from stream_pack.format.checksum import xxh3, zeros
+from stream_pack.format.front import Front
+from stream_pack.format.header import MAX_HEADER_NBYTES, Header, HeadKind
+from stream_pack.format.index import Index
+from stream_pack.format.layout import Layout
+from stream_pack.format.limits import (
+    MAX_FLATBUFFER_NBYTES,
+    MAX_HEAD_NBYTES,
+    MAX_NBYTES,
+    MAX_RECORD_NBYTES,
+)
+from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
+
+__all__ = [
+    "EncodedHead",
+    "Head",
+    "check_region",
+    "decode",
+    "encode",
+    "encode_footer",
+    "root_checksum",
+]
+
+INDEX_ALIGNMENT = 64
+"""A cache line: columns that NumPy reads in place are aligned whatever the graph's length."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """What stands in front of a region, validated.
+
+    ``graph_end`` is where the graph ends at the latest: exactly there, but for ``mps``, whose header does not say it.
+
+    Units: bytes; file offsets count from the pack's first byte.
+    """
+
+    kind: HeadKind
+    graph_end: int
+    region_file_offset: int
+    region_nbytes: int
+    pack_nbytes: int
+    index_file_offset: int
+    index_nbytes: int
+    locator_nbytes: int
+    checksum: int
+    index: Index
+
+    @property
+    def checksums_file_offset(self) -> int:
+        """Where the block checksums begin: at the region's end."""
+        return self.region_file_offset + self.region_nbytes
+
+    @property
+    def footer_file_offset(self) -> int:
+        """Where the footer begins: at the checksums' end."""
+        return self.checksums_file_offset + self.index.checksums_nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedHead:
+    """A head ready to be written: ``front``, then ``padding_nbytes`` zeros, then ``locator``."""
+
+    front: bytes
+    padding_nbytes: int
+    locator: bytes
+    head: Head
+
+
+def encode(layout: Layout, front: Front) -> EncodedHead:
+    """The head of the pack that ``layout`` describes, beginning with ``front``.
+
+    Raises: LimitError when a flatbuffer would reach 2 GiB, or a header cannot say where the region is; what the front
+    raises.
+    """
+    the_index = layout.index
+    graph_bytes = front.encode(the_index)
+    if len(graph_bytes) > MAX_FLATBUFFER_NBYTES:
+        raise LimitError(
+            f"a graph of {len(graph_bytes)} bytes: a flatbuffer must stay below 2 GiB",
+            value=len(graph_bytes),
+            limit=MAX_FLATBUFFER_NBYTES,
+        )
+    index_bytes = index.encode(the_index)
+    graph_end = header.graph_end(front.kind, graph_bytes)
+    index_file_offset = align_up(graph_end, INDEX_ALIGNMENT)
+    used = index_file_offset + len(index_bytes) + LOCATOR_NBYTES
+    region_file_offset = align_up(used, the_index.alignment.region)
+    header_and_graph = header.encode(
+        front.kind,
+        graph_bytes,
+        region_file_offset=region_file_offset,
+        region_nbytes=layout.region_nbytes,
+    )
+    before = b"".join((*header_and_graph, bytes(index_file_offset - graph_end), index_bytes))
+    pack_nbytes = (
+        region_file_offset + layout.region_nbytes + the_index.checksums_nbytes + FOOTER_NBYTES
+    )
+    locator = Locator(index_file_offset, len(index_bytes), pack_nbytes, checksum=0)
+    padding_nbytes = region_file_offset - used
+    checksum = xxh3((before, *zeros(padding_nbytes), locator.covered()))
+    return EncodedHead(
+        front=before,
+        padding_nbytes=padding_nbytes,
+        locator=replace(locator, checksum=checksum).encode(),
+        head=Head(
+            kind=front.kind,
+            graph_end=graph_end,
+            region_file_offset=region_file_offset,
+            region_nbytes=layout.region_nbytes,
+            pack_nbytes=pack_nbytes,
+            index_file_offset=index_file_offset,
+            index_nbytes=len(index_bytes),
+            locator_nbytes=LOCATOR_NBYTES,
+            checksum=checksum,
+            index=the_index,
+        ),
+    )
+
+
+def check_region(found: Header) -> None:
+    """Prove that the header's positions are possible at all, before anything is read or mapped for
+    them.
+
+    Raises: FormatError.
+    """
+    offset, nbytes = found.region_file_offset, found.region_nbytes
+    smallest = found.kind.header_nbytes + LOCATOR_NBYTES
+    if not smallest <= offset <= MAX_HEAD_NBYTES or nbytes > MAX_NBYTES:
+        raise FormatError(
+            f"the header places the region at byte {offset} with {nbytes} bytes, which no pack has; "
+            "the file is damaged or not a pack"
+        )
+
+
+def decode(data: memoryview) -> Head:
+    """Read and validate a head; ``data`` is exactly the bytes in front of the region.
+
+    Copies: none; the index's columns are views of ``data``.
+    Raises: FormatError, NewerVersionError, ChecksumError.
+    """
+    found = Header.decode(bytes(data[:MAX_HEADER_NBYTES]))
+    check_region(found)
+    region, region_nbytes = found.region_file_offset, found.region_nbytes
+    if region != len(data):
+        raise FormatError(
+            f"the header places the region at byte {region}, the head has {len(data)} bytes"
+        )
+    locator, locator_nbytes = Locator.decode(data)
+    front = len(data) - locator_nbytes
+    actual = xxh3((data[:front], uncover(data[front:])))
+    if actual != locator.checksum:
+        raise ChecksumError(
+            f"the head (bytes 0 to {len(data)}) is damaged: its checksum is {actual:016x}, "
+            f"the locator says {locator.checksum:016x}",
+            part="head",
+            expected=locator.checksum,
+            actual=actual,
+            file_begin=0,
+            file_end=len(data),
+        )
+    begin, nbytes = locator.index_file_offset, locator.index_nbytes
+    least = found.kind.header_nbytes
+    if begin % INDEX_ALIGNMENT or begin < least or begin > front or nbytes > front - begin:
+        raise FormatError(
+            f"the locator places the index at byte {begin} with {nbytes} bytes, outside the head's "
+            f"{least} to {front}, or not at a multiple of {INDEX_ALIGNMENT}"
+        )
+    graph_end = _graph_end(found, begin)
+    the_index = index.decode(data[begin : begin + nbytes], region_nbytes=region_nbytes)
+    region_end = region + region_nbytes
+    footer_nbytes = locator.pack_nbytes - region_end - the_index.checksums_nbytes
+    unit = the_index.alignment.region
+    if region % unit or region_nbytes % PAGE_NBYTES:
+        raise FormatError(
+            f"the header places the region at byte {region} with "
+            f"{region_nbytes} bytes: expected multiples of {unit} and {PAGE_NBYTES}"
+        )
+    if not FOOTER_NBYTES <= footer_nbytes <= MAX_RECORD_NBYTES:
+        raise FormatError(
+            f"the locator gives the pack {locator.pack_nbytes} bytes; header ({region} + "
+            f"{region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) leave "
+            f"{footer_nbytes} for a footer of {FOOTER_NBYTES} to {MAX_RECORD_NBYTES}; the file is damaged"
+        )
+    return Head(
+        kind=found.kind,
+        graph_end=graph_end,
+        region_file_offset=region,
+        region_nbytes=region_nbytes,
+        pack_nbytes=locator.pack_nbytes,
+        index_file_offset=begin,
+        index_nbytes=nbytes,
+        locator_nbytes=locator_nbytes,
+        checksum=locator.checksum,
+        index=the_index,
+    )
+
+
+def _graph_end(found: Header, index_file_offset: int) -> int:
+    """Where the graph ends; it stands where it must, and in front of the index."""
+    begin = found.graph_file_offset
+    if found.graph_nbytes is None:
+        return index_file_offset
+    if begin != found.kind.graph_file_offset or begin + found.graph_nbytes > index_file_offset:
+        raise FormatError(
+            f"the header places the graph at byte {begin} with {found.graph_nbytes} bytes: expected byte "
+            f"{found.kind.graph_file_offset}, and an end before the index at byte {index_file_offset}"
+        )
+    return begin + found.graph_nbytes
+
+
+def root_checksum(
+    head_checksum: int,
+    checksums: Iterator[bytes | memoryview] | tuple[bytes | memoryview, ...],
+    footer: bytes,
+) -> int:
+    """The pack's root value: over the head's checksum, the block checksums and the footer without
+    its own."""
+    return xxh3((head_checksum.to_bytes(8, "little"), *checksums, uncover(footer)))
+
+
+def encode_footer(head: Head, checksums: bytes | memoryview) -> bytes:
+    """The footer of a pack whose block checksums, little-endian, are ``checksums``."""
+    blank = Footer(checksum=0)
+    return Footer(checksum=root_checksum(head.checksum, (checksums,), blank.encode())).encode()

@@ -1,0 +1,138 @@
+"""Casting floats as torch casts them, chunk by chunk.
+
+NumPy, ml_dtypes or torch do the arithmetic.  As in torch, every cast goes through float32 (so float64 to float16
+rounds twice), to the nearest, ties to even; what is too large becomes infinity, denormals stay denormal.
+
+A NaN stays a NaN.  Which one, torch answers differently by machine, and on one machine by how many elements there are;
+a pack's bytes must not.  The rule here is that of its vector code on x86-64: sign and leading payload bits are kept,
+and the NaN becomes a quiet one, but for bfloat16.  There a NaN from float16 is 0x7FC0, from float32 and float64 0xFFFF;
+and bfloat16 to float32 changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.format.dtypes import BITS, BY_NAME
+from stream_pack.pipeline.source import Chunk, Zeros
+
+__all__ = ["CastStream", "cast_bytes"]
+
+F16, BF16, F32, F64 = (BY_NAME[name] for name in ("float16", "bfloat16", "float32", "float64"))
+
+_Float32: TypeAlias = "NDArray[np.float32]"
+
+
+class CastStream:
+    """The bytes of one buffer on their way from dtype ``source`` to dtype ``target``.
+
+    ``skip``: bytes at the start of the result that nobody wants; ``nbytes``: how many are wanted after them.
+    Memory: a result of at most ``chunk_nbytes`` at a time (one element at least).
+    """
+
+    def __init__(
+        self, source: int, target: int, *, skip: int, nbytes: int, chunk_nbytes: int
+    ) -> None:
+        self._source, self._target = source, target
+        self._from, self._to = BITS[source] // 8, BITS[target] // 8
+        self._skip = skip
+        self._left = nbytes
+        self._chunk_nbytes = chunk_nbytes
+        self._torn = b""
+        """The bytes of an element that the last chunk ended in."""
+
+    def feed(self, chunk: Chunk) -> Iterator[Chunk]:
+        """The next bytes of the source, cast.  Elements may be cut anywhere between chunks."""
+        if self._torn:
+            missing = self._from - len(self._torn)
+            head = bytes(min(missing, len(chunk))) if isinstance(chunk, Zeros) else chunk[:missing]
+            self._torn += head
+            chunk = Zeros(len(chunk) - len(head)) if isinstance(chunk, Zeros) else chunk[missing:]
+            if len(self._torn) < self._from:
+                return
+            element, self._torn = self._torn, b""
+            yield from self._cast(memoryview(element))
+        torn = len(chunk) % self._from
+        whole = len(chunk) - torn
+        if isinstance(chunk, Zeros):
+            self._torn = bytes(torn)
+            yield from self._wanted(Zeros(whole // self._from * self._to))
+        else:
+            self._torn = bytes(chunk[whole:])
+            yield from self._cast(memoryview(chunk)[:whole])
+
+    def _cast(self, elements: memoryview) -> Iterator[Chunk]:
+        step = max(1, self._chunk_nbytes // max(self._from, self._to)) * self._from
+        for begin in range(0, len(elements), step):
+            data = cast_bytes(elements[begin : begin + step], self._source, self._target)
+            # One element may be longer than a chunk may be.
+            for at in range(0, len(data), self._chunk_nbytes):
+                yield from self._wanted(data[at : at + self._chunk_nbytes])
+
+    def _wanted(self, chunk: Chunk) -> Iterator[Chunk]:
+        begin = min(self._skip, len(chunk))
+        end = min(len(chunk), begin + self._left)
+        self._skip -= begin
+        self._left -= end - begin
+        if begin < end:
+            yield Zeros(end - begin) if isinstance(chunk, Zeros) else memoryview(chunk)[begin:end]
+
+
+def cast_bytes(elements: memoryview, source: int, target: int) -> memoryview:
+    """Elements of dtype ``source`` as elements of dtype ``target``, both of the four floats, as bytes.
+
+    Copies: the result, and one float32 for each element in between where neither is float32.
+    """
+    # Overflow to infinity is what was asked for; a signalling NaN is no reason to warn.
+    with np.errstate(all="ignore"):
+        result = _narrow(_widen(elements, source), source, target)
+    return memoryview(result.view(np.uint8))
+
+
+def _widen(elements: memoryview, source: int) -> _Float32:
+    if source == F16:
+        values: _Float32 = np.frombuffer(elements, "<f2").astype("<f4")
+        nans = np.isnan(values)
+        if nans.any():
+            values.view("<u4")[nans] |= 0x0040_0000  # NumPy keeps a signalling NaN
+        return values
+    if source == BF16:
+        bits: NDArray[np.uint32] = np.frombuffer(elements, "<u2").astype("<u4")
+        bits <<= 16  # a bfloat16 is the upper half of a float32
+        return bits.view("<f4")
+    if source == F64:
+        return np.frombuffer(elements, "<f8").astype("<f4")
+    return np.frombuffer(elements, "<f4")
+
+
+def _narrow(values: _Float32, source: int, target: int) -> NDArray[np.generic]:
+    if target == F64:
+        return values.astype("<f8")
+    if target == F32:
+        return values
+    nans = np.isnan(values)
+    if target == BF16:
+        rounded = _to_bfloat16(values)
+        rounded[nans] = 0x7FC0 if source == F16 else 0xFFFF
+        return rounded
+    half = values.astype("<f2")
+    if nans.any():
+        bits = values.view("<u4")[nans]
+        # Sign, quiet bit, and the upper nine bits of the payload below it.
+        half.view("<u2")[nans] = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x1FF)
+    return half
+
+
+def _to_bfloat16(values: _Float32) -> NDArray[np.uint16]:
+    """NumPy has no bfloat16.  ml_dtypes takes a tenth of a second to load; torch two, and 130 MB."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        from stream_pack.pipeline.adapt.cast_torch import to_bfloat16
+
+        return to_bfloat16(values)
+    return values.astype(ml_dtypes.bfloat16).view("<u2")

@@ -1,0 +1,189 @@
+"""Which tensors of a catalog to take, under which names, in which order.  Pure: no byte of data is looked at."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import OptionError, SourceError
+from stream_pack.format.catalog import Catalog
+
+__all__ = ["Order", "Rename", "Selection", "matches", "select", "take_rows"]
+
+Order: TypeAlias = Literal["source", "name"]
+"""``"source"``: as the source has them.  ``"name"``: by the UTF-8 bytes of their (new) names."""
+
+SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One substitution in every name: the first match of ``pattern``, or all of them (``everywhere``)."""
+
+    pattern: re.Pattern[str]
+    replacement: str
+    everywhere: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Rename:
+        r"""Parse ``s/REGEX/REPLACEMENT/`` or ``s/REGEX/REPLACEMENT/g``, as sed writes them.
+
+        Any character that is no letter, digit, space or backslash may stand for the slash; behind a backslash it
+        means itself.  REGEX and REPLACEMENT are those of Python's :mod:`re`: ``\1`` and ``\g<name>`` are groups.
+
+        Raises: OptionError.
+        """
+        mark = text[1:2]
+        parts = _split(text[2:], mark)
+        if not text.startswith("s") or not _may_delimit(mark) or len(parts) != 3:
+            raise OptionError(f"the renaming {text!r} is not of the form s/REGEX/REPLACEMENT/")
+        regex, replacement, flags = parts
+        if flags not in ("", "g"):
+            raise OptionError(
+                f"the renaming {text!r} ends in {flags!r}: 'g' or nothing is expected"
+            )
+        try:
+            pattern = re.compile(regex)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise OptionError(
+                f"the renaming {text!r}: {regex!r} is no regular expression: {error}"
+            ) from None
+        # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
+        return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
+
+    def __call__(self, name: str) -> str:
+        """The new name.  Raises: OptionError for a replacement that names a group which is not there."""
+        try:
+            return self.pattern.sub(self.replacement, name, count=0 if self.everywhere else 1)
+        except (re.error, IndexError) as error:
+            raise OptionError(
+                f"{self.replacement!r} cannot replace {self.pattern.pattern!r} in {name!r}: {error}"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Patterns are globs (``*``, ``?``, ``[...]``) over whole names of the source, in which case counts.
+
+    A tensor is taken if ``include`` is empty or one of its patterns matches, and none of ``exclude`` does.  Then its
+    name goes through ``renames``, one after the other.
+    """
+
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    renames: tuple[Callable[[str], str], ...] = ()
+    order: Order = "source"
+
+    def __post_init__(self) -> None:
+        if self.order not in ("source", "name"):
+            raise OptionError(f"the order {self.order!r}: expected 'source' or 'name'")
+
+
+def select(catalog: Catalog, selection: Selection) -> tuple[Catalog, NDArray[np.intp]]:
+    """The part of ``catalog`` that ``selection`` takes, as a catalog over the same storages, and the rows it had.
+
+    Raises: SourceError when nothing is left, or when two tensors would have one name.
+    """
+    rows = _chosen(catalog.names, selection)
+    names = [catalog.names[row] for row in rows.tolist()]
+    if selection.renames:
+        names = _renamed(names, selection.renames)
+    if selection.order == "name":
+        # By code points, which is the order of the UTF-8 bytes.
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names = [names[row] for row in order]
+        rows = rows[order]
+    return take_rows(catalog, rows, names), rows
+
+
+def matches(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of the globs, as a function."""
+    match = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns)).match
+    return lambda name: match(name) is not None
+
+
+def _chosen(names: Sequence[str], selection: Selection) -> NDArray[np.intp]:
+    kept = np.ones(len(names), bool)
+    if selection.include:
+        kept &= np.fromiter(map(matches(selection.include), names), bool, len(names))
+    if selection.exclude:
+        kept &= ~np.fromiter(map(matches(selection.exclude), names), bool, len(names))
+    if len(names) and not kept.any():
+        given = [f"include {pattern!r}" for pattern in selection.include]
+        given += [f"exclude {pattern!r}" for pattern in selection.exclude]
+        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+        raise SourceError(
+            f"no tensor is left by {', '.join(given)}: patterns match whole names, and the source has {shown}{more}"
+        )
+    return np.flatnonzero(kept)
+
+
+def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> list[str]:
+    given: dict[str, str] = {}
+    for name in names:
+        new = name
+        for rename in renames:
+            new = rename(new)
+            if not isinstance(new, str):
+                raise OptionError(f"rename= made {new!r} of {name!r}: expected text")
+        if new in given:
+            raise SourceError(
+                f"{given[new]!r} and {name!r} would both be named {new!r}: rename one of them otherwise"
+            )
+        try:
+            new.encode()
+        except UnicodeEncodeError:
+            raise SourceError(f"{name!r} would be named {new!r}, which is no UTF-8 text") from None
+        given[new] = name
+    return list(given)
+
+
+def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:
+    """The given tensors in the given order, under the given names."""
+    ends = catalog.dims_ends
+    ranks = np.diff(ends, prepend=0)[rows]
+    new_ends = np.cumsum(ranks, dtype=np.int64)
+    # Dim i of the new tensor t stands i places behind where t's dims began before.
+    shift = ends[rows] - new_ends
+    dims = catalog.dims[np.arange(int(ranks.sum())) + np.repeat(shift, ranks)]
+    new_row = {row: number for number, row in enumerate(rows.tolist())} if catalog.notes else {}
+    return replace(
+        catalog,
+        names=tuple(names),
+        dtypes=catalog.dtypes[rows],
+        dims=dims,
+        dims_ends=new_ends,
+        nbytes=catalog.nbytes[rows],
+        storages=catalog.storages[rows],
+        starts=catalog.starts[rows],
+        source_dtypes=None if catalog.source_dtypes is None else catalog.source_dtypes[rows],
+        notes=tuple(
+            sorted(
+                (new_row[row], key, value) for row, key, value in catalog.notes if row in new_row
+            )
+        ),
+    )
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """``text`` cut at each ``mark`` that no backslash stands before."""
+    parts = [""]
+    escaped = False
+    for character in text:
+        if character == mark and not escaped:
+            parts.append("")
+            continue
+        parts[-1] += character
+        escaped = character == "\\" and not escaped
+    return parts
+
+
+def _may_delimit(mark: str) -> bool:
+    return len(mark) == 1 and not mark.isalnum() and not mark.isspace() and mark != "\\"

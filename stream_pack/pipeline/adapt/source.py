@@ -1,0 +1,169 @@
+"""A source seen through a selection and a cast: whatever the source is, both happen on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stream_pack.errors import UnsupportedTensorError
+from stream_pack.format.catalog import Catalog
+from stream_pack.format.dtypes import BITS
+from stream_pack.pipeline.adapt.cast import CastStream
+from stream_pack.pipeline.adapt.cast_plan import CastRule, CastStorages, cast_catalog
+from stream_pack.pipeline.adapt.select import Selection, select
+from stream_pack.pipeline.arrival import Arrival
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+
+__all__ = ["Adaptation", "AdaptedSource", "adapted"]
+
+_ELEMENT_NBYTES = np.array(BITS) // 8  # of the floats; four-bit types are never asked
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptation:
+    """What is to be made of a source: which of its tensors, and which dtypes.  All patterns match its own names."""
+
+    selection: Selection = field(default_factory=Selection)
+    casts: tuple[CastRule, ...] = ()
+
+
+def adapted(source: Source, adaptation: Adaptation) -> Source:
+    """``source`` as ``adaptation`` wants it; itself, if that changes nothing.
+
+    Raises: as :func:`stream_pack.pipeline.adapt.select.select` and
+    :func:`stream_pack.pipeline.adapt.cast_plan.cast_catalog`; UnsupportedTensorError for a tensor that the
+    source refuses.
+    """
+    if adaptation == Adaptation():
+        _refuse(source, range(len(source.catalog)))
+        return source
+    catalog, rows = select(source.catalog, adaptation.selection)
+    _refuse(source, rows.tolist())
+    if not adaptation.casts:
+        return AdaptedSource(source, catalog, None)
+    names = [source.catalog.names[row] for row in rows.tolist()]
+    return AdaptedSource(source, *cast_catalog(catalog, adaptation.casts, names))
+
+
+def _refuse(source: Source, rows: Iterable[int]) -> None:
+    refusals = source.refusals
+    row = next((row for row in rows if row in refusals), None) if refusals else None
+    if row is not None:
+        name = source.catalog.names[row]
+        raise UnsupportedTensorError(
+            f"tensor {name!r} {refusals[row]}: leave it out with --exclude (exclude=)", tensor=name
+        )
+
+
+class AdaptedSource(Source):
+    """Tensors of ``source`` as ``catalog`` has them: selected ones, in another order, some of them cast.
+
+    ``catalog`` is one over the source's storages and those that ``casts`` makes of them.  What it leaves out is never
+    asked for: a file is not read there, of a pipe it passes by (and is checked, where the source has checksums).
+
+    Memory: one more chunk.  Lifetime: owns ``source``.
+    """
+
+    def __init__(self, source: Source, catalog: Catalog, casts: CastStorages | None) -> None:
+        self._source = source
+        self._catalog = catalog
+        self._casts = casts
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    @property
+    def kind(self) -> str:
+        return self._source.kind
+
+    @property
+    def spool_nbytes(self) -> int:
+        return self._source.spool_nbytes
+
+    def spool_for(self, requests: Requests) -> int:
+        return self._source.spool_for(self._asked(requests))
+
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
+        return self._source.arrival(self._asked(requests), chunk_nbytes=chunk_nbytes)
+
+    @property
+    def chooses_order(self) -> bool:
+        return self._source.chooses_order
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._source.held_nbytes
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self._source.remarks
+
+    @property
+    def sparse(self) -> bool:
+        return self._source.sparse
+
+    @property
+    def verification(self) -> str:
+        return self._source.verification
+
+    def close(self) -> None:
+        self._source.close()
+
+    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        pieces = self._source.stream(self._asked(requests), options)
+        if self._casts is None:
+            return pieces
+        return self._cast(pieces, requests, self._casts, options.chunk_nbytes)
+
+    def _asked(self, requests: Requests) -> Requests:
+        """What to ask the source for."""
+        return requests if self._casts is None else _uncast(requests, self._casts)
+
+    def _cast(
+        self, pieces: Iterator[Piece], requests: Requests, casts: CastStorages, chunk_nbytes: int
+    ) -> Iterator[Piece]:
+        rows = (requests.storages - casts.first).tolist()
+        left = _uncast(requests, casts).nbytes.tolist()
+        streams: dict[int, CastStream] = {}
+        for buffer, chunk in pieces:
+            row = rows[buffer]
+            if row < 0:
+                yield buffer, chunk
+                continue
+            stream = streams.get(buffer)
+            if stream is None:
+                target = int(casts.targets[row])
+                stream = streams[buffer] = CastStream(
+                    int(casts.sources[row]),
+                    target,
+                    skip=int(requests.starts[buffer]) % int(_ELEMENT_NBYTES[target]),
+                    nbytes=int(requests.nbytes[buffer]),
+                    chunk_nbytes=chunk_nbytes,
+                )
+            for part in stream.feed(chunk):
+                yield buffer, part
+            left[buffer] -= len(chunk)
+            if left[buffer] <= 0:
+                del streams[buffer]
+
+
+def _uncast(requests: Requests, casts: CastStorages) -> Requests:
+    """The same bytes before the cast: of a cast storage, the elements that they are made from."""
+    rows = requests.storages - casts.first
+    cast = np.flatnonzero(rows >= 0)
+    made = rows[cast]
+    old, new = _ELEMENT_NBYTES[casts.sources[made]], _ELEMENT_NBYTES[casts.targets[made]]
+    first = requests.starts[cast] // new
+    last = (requests.starts[cast] + requests.nbytes[cast] + new - 1) // new
+    storages, starts, nbytes = (
+        requests.storages.copy(),
+        requests.starts.copy(),
+        requests.nbytes.copy(),
+    )
+    storages[cast] = casts.storages[made]
+    starts[cast] = casts.begins[made] + first * old
+    nbytes[cast] = (last - first) * old
+    return Requests(storages, starts, nbytes)

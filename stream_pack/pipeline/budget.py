@@ -1,0 +1,145 @@
+"""How much memory a conversion takes, and how to make it take less.
+
+What counts is resident anonymous memory of the whole process: what a machine, or a container, runs out of.  Pages of
+mapped files do not count; the kernel takes them back when it wants to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from stream_pack.errors import LimitError
+from stream_pack.pipeline.overlap import BATCH_WEIGHT, DEPTH
+from stream_pack.report import human_nbytes
+
+__all__ = ["Budget", "allow_memory", "anonymous_nbytes", "budget", "give_back"]
+
+WINDOW_NBYTES = 8 << 20
+"""What a strided tensor is gathered in when nobody set a limit.  A window of a transposed matrix touches most pages of
+it, so fewer windows mean fewer passes over the file: 8 for a matrix of 1 GiB where 1 MiB would take 64."""
+
+MAX_WINDOW_NBYTES = 256 << 20
+"""Above it a pass over the file is saved now and then, at a cost to the processor's caches."""
+
+WINDOWS = 3
+"""Windows in memory at once beyond the chunks in flight: one is gathered, and of two others the last chunks wait."""
+
+MIN_CHUNK_NBYTES = 64 << 10
+"""Smaller chunks save no memory that matters beside the interpreter's, and cost more calls than bytes."""
+
+TENSOR_NBYTES = 350
+"""For each tensor: columns of requests and places while streaming; or, where that is more, what reading the list of
+tensors took for a moment (measured with 100,000 tensors: 300 for safetensors)."""
+
+BLOCK_NBYTES = 24
+"""What it holds for each block: its checksum in a page, in the column, and in the bytes that are written."""
+
+SLACK_NBYTES = 4 << 20
+STAGE_SLACK_NBYTES = 2 << 20
+"""Stacks of threads, and what the allocator keeps of freed chunks (measured)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a conversion may use, and the peak it then comes to.  Units: bytes."""
+
+    chunk_nbytes: int
+    window_nbytes: int
+    jobs: int
+    peak_nbytes: int
+
+
+def budget(
+    *,
+    max_memory: int | None,
+    chunk_nbytes: int,
+    jobs: int,
+    tensors: int,
+    blocks: int,
+    source_nbytes: int,
+    held_nbytes: int,
+) -> Budget:
+    """The fastest way to stream that stays below ``max_memory``; without a limit, just how much it takes.
+
+    ``chunk_nbytes`` and ``jobs`` are the most that is wanted.  ``tensors`` and ``blocks`` of the pack have columns.
+    ``source_nbytes`` is what the source says that it holds while it streams; ``held_nbytes`` what the process has now,
+    the catalog and the plan among it.
+
+    Raises: LimitError naming the least that is possible.
+    """
+    fixed = held_nbytes + source_nbytes + tensors * TENSOR_NBYTES + blocks * BLOCK_NBYTES
+    if max_memory is None:
+        peak = fixed + _in_flight_nbytes(chunk_nbytes, WINDOW_NBYTES, jobs)
+        return Budget(chunk_nbytes, WINDOW_NBYTES, jobs, peak)
+    ways = [(chunk_nbytes, fewer) for fewer in sorted({jobs, min(jobs, 2), 1}, reverse=True)]
+    while ways[-1][0] > MIN_CHUNK_NBYTES:
+        ways.append((max(MIN_CHUNK_NBYTES, ways[-1][0] // 2), 1))
+    for chunk, fewer in ways:
+        spare = max_memory - fixed - _in_flight_nbytes(chunk, chunk, fewer)
+        if spare >= 0:
+            window = min(MAX_WINDOW_NBYTES, chunk + spare // WINDOWS)
+            peak = fixed + _in_flight_nbytes(chunk, window, fewer)
+            return Budget(chunk, window, fewer, peak)
+    chunk, fewer = ways[-1]
+    least = fixed + _in_flight_nbytes(chunk, chunk, fewer)
+    raise LimitError(
+        f"this conversion takes at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(held_nbytes)} "
+        f"of them for the program and the list of tensors; {max_memory} are allowed: raise --max-memory (max_memory=)",
+        value=max_memory,
+        limit=least,
+    )
+
+
+def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
+    """Refuse ``what`` if the ``nbytes`` that it is going to take are more than ``max_memory`` leaves.
+
+    For what comes before the budget of a conversion can be known.
+
+    Raises: LimitError naming the least that this and the streaming after it take.
+    """
+    if max_memory is None:
+        return
+    now = anonymous_nbytes() + nbytes
+    if now > max_memory:
+        least = now + _in_flight_nbytes(MIN_CHUNK_NBYTES, MIN_CHUNK_NBYTES, 1)
+        raise LimitError(
+            f"this conversion takes at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(now)} of "
+            f"them for the program and {what}; {max_memory} are allowed: raise --max-memory (max_memory=)",
+            value=max_memory,
+            limit=least,
+        )
+
+
+def give_back() -> None:
+    """Have the C library return memory that is free.
+
+    How much of it stays resident is chance; else one run finds that it needs tens of MB more than another.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def anonymous_nbytes() -> int:
+    """Resident anonymous memory of this process now; where the system does not tell, its peak of all resident pages."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError:  # macOS
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    _, _, rest = status.partition(b"RssAnon:")
+    return int(rest.split(maxsplit=1)[0]) * 1024
+
+
+def _in_flight_nbytes(chunk_nbytes: int, window_nbytes: int, jobs: int) -> int:
+    """Most bytes of tensor data in memory at any time."""
+    batch = BATCH_WEIGHT + chunk_nbytes
+    # Between two stages some batches wait, one is filled and one is used up.  The source's own check is a stage too.
+    stages = (0, 2, 3)[min(jobs, 3) - 1]
+    waiting = stages * ((DEPTH + 2) * batch + STAGE_SLACK_NBYTES)
+    # A chunk read, its float32 and the result of a cast; the sink's batch.
+    return SLACK_NBYTES + waiting + 3 * chunk_nbytes + batch + WINDOWS * window_nbytes

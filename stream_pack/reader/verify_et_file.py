@@ -1,0 +1,102 @@
+"""What can be told of a file that ExecuTorch wrote without checksums: its faults, and the state of packs inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from stream_pack.errors import (
+    FormatError,
+    NewerVersionError,
+    NotAPackError,
+    RawPayloadError,
+    TruncatedError,
+)
+from stream_pack.et_files.constants import Fault
+from stream_pack.et_files.survey import Survey
+from stream_pack.reader.damage import Damage, VerifyReport
+from stream_pack.reader.mapping import FileRange
+from stream_pack.reader.survey_file import survey_file
+
+__all__ = ["verify_exported"]
+
+_WHAT = {
+    "mps": "a raw MP00 payload",
+    "xnnpack": "a raw XH00 payload",
+    "ptd": "a .ptd that ExecuTorch wrote",
+    "pte": "an ExecuTorch program",
+}
+
+
+def verify_exported(
+    file: FileRange, verify_pack: Callable[[int, int], VerifyReport]
+) -> VerifyReport:
+    """All faults of a program, raw payload or data file, and all damage of packs inside it.
+
+    ``verify_pack(offset, nbytes)`` verifies the pack there.
+
+    Raises: RawPayloadError when there is no fault, and anything without checksums.
+    """
+    try:
+        survey = survey_file(file)
+    except (NotAPackError, NewerVersionError):
+        raise
+    except TruncatedError as error:
+        return _hidden(Damage("length", file.available, error.expected_nbytes, error))
+    except FormatError as error:
+        return _hidden(Damage("graph", 0, file.available, error))
+    assert survey is not None  # else it would have been verified as a pack
+    damages = [_damage(fault, file) for fault in survey.faults]
+    reports = list(_packs(survey, verify_pack))
+    damages += [damage for report in reports for damage in report.damages]
+    unproved = len(survey.constants)
+    if not damages and (unproved or not reports):
+        raise _nothing_to_verify_against(survey, len(reports))
+    return VerifyReport(
+        tensors=unproved + sum(report.tensors for report in reports),
+        blocks=sum(report.blocks for report in reports),
+        nbytes=sum(report.nbytes for report in reports),
+        complete=all(report.complete for report in reports),
+        damages=tuple(sorted(damages, key=lambda damage: damage.file_begin)),
+    )
+
+
+def _nothing_to_verify_against(survey: Survey, packs: int) -> RawPayloadError:
+    count = len(survey.constants)
+    what = f"{count} constant{'' if count == 1 else 's'}"
+    text = f"{_WHAT[survey.kind]} has no checksums: there is nothing to verify its {what} against; no fault was seen"
+    if packs:
+        text += f", and {packs} packs inside are as they were written"
+    if survey.kind != "pte":
+        text += "; or a pack is damaged in both locator and footer"
+    return RawPayloadError(text)
+
+
+def _packs(
+    survey: Survey, verify_pack: Callable[[int, int], VerifyReport]
+) -> Iterator[VerifyReport]:
+    """The reports of packs inside, in file offsets of the file around them."""
+    for payload in survey.payloads:
+        if payload.kind != "pack":
+            continue
+        base = payload.file_offset
+        report = verify_pack(base, payload.nbytes)
+        moved = tuple(
+            replace(damage, file_begin=base + damage.file_begin, file_end=base + damage.file_end)
+            for damage in report.damages
+        )
+        yield replace(report, damages=moved)
+
+
+def _damage(fault: Fault, file: FileRange) -> Damage:
+    if fault.part == "length":
+        error: FormatError = TruncatedError(
+            fault.text, expected_nbytes=fault.file_end, actual_nbytes=file.available
+        )
+    else:
+        error = FormatError(f"{fault.text} (bytes {fault.file_begin} to {fault.file_end})")
+    return Damage(fault.part, fault.file_begin, fault.file_end, error, tensors=fault.names)
+
+
+def _hidden(damage: Damage) -> VerifyReport:
+    return VerifyReport(tensors=0, blocks=0, nbytes=0, complete=False, damages=(damage,))

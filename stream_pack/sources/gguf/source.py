@@ -1,0 +1,71 @@
+"""A GGUF file as a source, from a file or a pipe: tensors of plain types as they are, quantised ones as bytes.
+
+A block-quantised tensor becomes a ``uint8`` tensor of the same rows, each row its blocks' bytes; its notes
+``gguf.type`` and ``gguf.shape`` (JSON) say what they mean.  Nothing is dequantised.  Key-values become metadata: text
+as it is, everything else as JSON (with ``NaN`` and ``Infinity``, and single bytes that are no UTF-8 as ``\\udc80`` to
+``\\udcff``).
+"""
+
+from __future__ import annotations
+
+from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.sources.data_section import DataSectionSource
+from stream_pack.sources.gguf.header import read_gguf_header
+
+__all__ = ["GgufSource"]
+
+
+class GgufSource(DataSectionSource):
+    """The tensors of a GGUF file, by data offset.
+
+    Lifetime: owns ``stream``, which stands at the file's first byte.
+    Raises: as :func:`stream_pack.sources.gguf.header.read_gguf_header`; TruncatedSourceError and trailing bytes are
+    known of a pipe only by :meth:`stream`.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        super().__init__(stream)
+        self._header = header = read_gguf_header(stream)
+        self._data_begin, self._data_nbytes = header.data_begin, header.data_nbytes
+        builder = CatalogBuilder()
+        for tensor in header.tensors:
+            builder.add(
+                tensor.name,
+                tensor.dtype,
+                tensor.shape,
+                storage=0,
+                start=tensor.begin,
+                notes=tensor.notes,
+            )
+        self._catalog = builder.build(storages_nbytes=header.data_nbytes, metadata=header.metadata)
+        if stream.file_nbytes is not None:
+            self._check_end(stream.file_nbytes)
+
+    @property
+    def kind(self) -> str:
+        return "GGUF"
+
+    def _check_end_of_pipe(self) -> None:
+        following = self._stream.peek(self._header.padded_end - self._stream.position + 1)
+        self._check_end(self._stream.position + len(following))
+
+    def _check_end(self, nbytes: int) -> None:
+        """``nbytes``: of the whole source, as far as it was seen."""
+        expected = (
+            self._header.data_begin + self._header.data_nbytes
+            if self._header.data_nbytes
+            else self._header.end
+        )
+        if nbytes < expected:
+            raise TruncatedSourceError(
+                f"the source has {nbytes} bytes; its GGUF header announces {expected}: {expected - nbytes} are missing",
+                position=nbytes,
+                missing_nbytes=expected - nbytes,
+            )
+        if nbytes > self._header.padded_end:
+            raise UnsupportedCheckpointError(
+                f"the GGUF data ends at byte {expected}, but more than its padding follows: trailing bytes, or two "
+                "files joined"
+            )

@@ -1,0 +1,211 @@
+"""From whatever a caller calls a source to the :class:`Source` that reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from stream_pack.errors import (
+    OptionError,
+    RawPayloadError,
+    SourceError,
+    UnsupportedCheckpointError,
+)
+from stream_pack.format.sniff import SNIFF_NBYTES, Kind, describe, sniff
+from stream_pack.pipeline.budget import allow_memory
+from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
+from stream_pack.pipeline.source import Source
+from stream_pack.pipeline.spool import Spool
+from stream_pack.sources.torch_save.nesting import WHOLE, Key, flattening
+from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
+
+if TYPE_CHECKING:
+    import torch
+
+    from stream_pack.sources.torch_save.outline import Nested
+
+__all__ = ["Convertible", "list_keys", "open_source", "open_within"]
+
+Convertible: TypeAlias = (
+    "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
+)
+"""A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
+a mapping of names to tensors or arrays, a module, or a source.
+"""
+
+
+STEP_MEMORY_NBYTES = 2 << 20
+"""What the next step of parsing may take before memory is looked at again."""
+
+
+def open_source(
+    source: Convertible,
+    *,
+    key: Key = None,
+    ignore_unknown: bool = False,
+    spool: Spool | None = None,
+    max_memory: int | None = None,
+) -> Source:
+    """Open ``source``; close what comes back.
+
+    ``key`` and ``ignore_unknown``: as for
+    :func:`stream_pack.sources.torch_save.nesting.flattening`.  ``spool``: for an archive that has to
+    lie on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
+    of resident anonymous memory while it reads what the source holds; above it, a LimitError.
+
+    Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
+    as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError
+    for an object that is none of these.
+    """
+    flatten = flattening(key, ignore_unknown=ignore_unknown)
+    nests = False
+
+    def noting(value: object, unknown: Collection[str]) -> StateDict:
+        nonlocal nests
+        nests = True
+        return flatten(value, unknown)
+
+    opened = _Opening(noting, spool, max_memory).source(source)
+    if key is not None and key != WHOLE and not nests:
+        opened.close()
+        raise OptionError(
+            f"--key (key=) chooses among nested dicts, and this source ({opened.kind}) nests nothing"
+        )
+    return opened
+
+
+def open_within(
+    path: str | os.PathLike[str],
+    offset: int,
+    *,
+    spool: Spool | None = None,
+    max_memory: int | None = None,
+) -> Source:
+    """Open what begins at byte ``offset`` of a regular file; bytes may follow a pack there.
+
+    Raises: as :func:`open_source`.
+    """
+    nbytes = max(0, os.stat(path).st_size - offset)
+    stream = ByteStream.open_range(path, offset, nbytes)
+    opening = _Opening(flattening(), spool, max_memory, within=True)
+    return opening.stream(stream)
+
+
+def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
+    """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that
+    nests nothing.
+
+    Raises: as :func:`open_source`.
+    """
+    from stream_pack.sources.torch_save.outline import Nested, outline
+
+    found: list[list[Nested]] = []
+
+    def keep(value: object, unknown: Collection[str]) -> StateDict:
+        found.append(outline(value))
+        try:
+            return flattening(ignore_unknown=True)(value, unknown)
+        except SourceError:  # which is why somebody looks at the keys
+            return StateDict({}, 0)
+
+    with _Opening(keep, spool).source(source) as opened:
+        if len(found) == 1:
+            return found[0]
+        catalog = opened.catalog
+        return [Nested((), opened.kind, len(catalog), catalog.storages_nbytes, True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """How checkpoints that nest their tensors are to be read."""
+
+    flatten: Flatten
+    spool: Spool | None
+    max_memory: int | None = None
+    within: bool = False
+
+    def source(self, source: Convertible) -> Source:
+        if isinstance(source, (str, os.PathLike)):
+            return self._path(Path(source))
+        if isinstance(source, int):
+            return self.stream(ByteStream(source))
+        if isinstance(source, Source):
+            return source
+        if not isinstance(source, Mapping) and hasattr(source, "read"):
+            return self.stream(ByteStream(cast("BinaryReader", source)))
+        from stream_pack.sources.memory.source import LiveSource
+
+        return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
+
+    def _path(self, path: Path) -> Source:
+        """A file, or a set of files: what a folder holds, or what an index names."""
+        if path.is_dir():
+            from stream_pack.sources.sets.recognise import open_folder
+
+            return open_folder(
+                path, open_file=self._file, flatten=self.flatten, allow=self._check_memory
+            )
+        from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
+
+        if is_index_name(path.name):
+            return open_hugging_face(path, open_file=self._file, allow=self._check_memory)
+        return self._file(path)
+
+    def _file(self, path: Path) -> Source:
+        return self.stream(ByteStream.open_path(path))
+
+    def stream(self, stream: ByteStream) -> Source:
+        """The source that ``stream`` is, which it owns, also when there is an error."""
+        try:
+            if self.max_memory is None:
+                return self._known(stream)
+            with stream.watched(self._check_memory):
+                return self._known(stream)
+        except BaseException:
+            stream.close()
+            raise
+
+    def _check_memory(self, nbytes: int) -> None:
+        allow_memory(
+            nbytes + STEP_MEMORY_NBYTES, self.max_memory, what="reading what the source holds"
+        )
+
+    def _known(self, stream: ByteStream) -> Source:
+        """The source that reads the kind of file that ``stream`` begins like."""
+        start = stream.peek(SNIFF_NBYTES)
+        kind = sniff(start)
+        if kind is Kind.TORCH_ZIP:
+            from stream_pack.sources.torch_save.zip import TorchZipSource
+
+            return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
+        if kind is Kind.TORCH_LEGACY:
+            from stream_pack.sources.torch_save.legacy import LegacyTorchSource
+
+            return LegacyTorchSource(stream, flatten=self.flatten)
+        if kind is Kind.SAFETENSORS:
+            from stream_pack.sources.safetensors import SafetensorsSource
+
+            return SafetensorsSource(stream)
+        if kind is Kind.GGUF:
+            from stream_pack.sources.gguf.source import GgufSource
+
+            return GgufSource(stream)
+        if kind in (Kind.PACK, Kind.PTD):
+            from stream_pack.sources.pack.source import PackSource
+
+            try:
+                return PackSource(stream, within=self.within)
+            except RawPayloadError:
+                from stream_pack.et_files.survey import survey_payload
+                from stream_pack.sources.executorch.source import open_exported
+
+                return open_exported(stream, survey_payload, spool=self.spool)
+        if kind is Kind.PTE:
+            from stream_pack.et_files.survey import survey_program
+            from stream_pack.sources.executorch.source import open_exported
+
+            return open_exported(stream, survey_program, spool=self.spool)
+        raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")

@@ -1,0 +1,48 @@
+"""Which buffers that are wanted of a pack are read together, so that no block they share is read for each of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.format.index import Index
+from stream_pack.pipeline.source import Requests
+
+__all__ = ["BlockRuns", "block_runs"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRuns:
+    """Ranges that are read one after the other: request ``r`` lies in run ``of[r]``; run ``k`` is bytes
+    ``[begins[k], ends[k])`` of the pack's buffer ``buffers[k]``, cut to what is wanted.
+    """
+
+    of: NDArray[np.int64]
+    buffers: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+
+def block_runs(requests: Requests, index: Index, *, together: bool) -> BlockRuns:
+    """The runs of ``requests``, whose storages are the buffers of ``index``.
+
+    ``together``: requests that have a block in common, directly or through others, are one run, and the runs stand
+    in the order of the pack.  Else every request is its own run, in its turn.
+    """
+    ends = requests.starts + requests.nbytes
+    if not together or len(requests) == 0:
+        return BlockRuns(np.arange(len(requests)), requests.storages, requests.starts, ends)
+    order = np.lexsort((requests.starts, requests.storages))
+    buffers, starts, ends = requests.storages[order], requests.starts[order], ends[order]
+    # Numbered through the whole pack, so that two buffers have none in common.
+    before = (index.block_ends - index.block_counts)[buffers]
+    first = before + starts // index.block_nbytes
+    last = before + (ends - 1) // index.block_nbytes
+    leads = np.ones(len(order), bool)
+    leads[1:] = first[1:] > np.maximum.accumulate(last)[:-1]
+    heads = np.flatnonzero(leads)
+    of = np.empty(len(order), np.int64)
+    of[order] = np.cumsum(leads) - 1
+    return BlockRuns(of, buffers[heads], starts[heads], np.maximum.reduceat(ends, heads))

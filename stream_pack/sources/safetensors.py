@@ -1,0 +1,217 @@
+"""A safetensors file as a source, from a file or a pipe, without the safetensors package.
+
+Source: https://github.com/huggingface/safetensors, "Format": u64 header nbytes, header (JSON), data.  The rules are
+those of its ``validate``, and one more that its specification has and its reader does not check: no duplicate keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from stream_pack.errors import (
+    StreamPackError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
+from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.format.dtypes import BY_SAFETENSORS
+from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.sources.data_section import DataSectionSource
+
+__all__ = ["SafetensorsSource"]
+
+MAX_HEADER_NBYTES = 100_000_000
+"""The format's own limit."""
+
+HEADER_COPIES = 3
+MEMBER_NBYTES = 150
+ELEMENT_NBYTES = 40
+"""Memory that the header takes while it is parsed: lengths of it, and for each colon and each comma (measured)."""
+
+METADATA_KEY = "__metadata__"
+SHARDS_KEY = "DCP_SHARDING_INFO"
+"""torch.distributed.checkpoint's metadata where the "tensors" are pieces of tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the header; ``begin`` and ``end`` count bytes from the data's first."""
+
+    name: str
+    dtype: int
+    shape: list[int]
+    begin: int
+    end: int
+
+
+class SafetensorsSource(DataSectionSource):
+    """The tensors of a safetensors file, by data offset, then name.
+
+    Lifetime: owns ``stream``, which stands at the file's first byte.
+    Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, UnsupportedTensorError for a
+    dtype without a place in a pack, TruncatedSourceError; of a pipe's length, only :meth:`stream` can tell.
+    """
+
+    def __init__(self, stream: ByteStream) -> None:
+        super().__init__(stream)
+        entries, metadata = _parse(_read_header(stream))
+        self._data_begin = stream.position
+        self._data_nbytes = _check_offsets(entries)
+        builder = CatalogBuilder()
+        for entry in entries:
+            nbytes = builder.add(entry.name, entry.dtype, entry.shape, storage=0, start=entry.begin)
+            if nbytes != entry.end - entry.begin:
+                raise UnsupportedCheckpointError(
+                    f"tensor {entry.name!r} of shape {entry.shape} has {nbytes} bytes, but its data_offsets hold "
+                    f"{entry.end - entry.begin}: the safetensors header is damaged"
+                )
+        self._catalog = builder.build(storages_nbytes=self._data_nbytes, metadata=metadata)
+        if stream.file_nbytes is not None:
+            self._check_end(stream.file_nbytes)
+
+    @property
+    def kind(self) -> str:
+        return "safetensors"
+
+    def _check_end_of_pipe(self) -> None:
+        if not self._stream.at_end():
+            self._check_end(None)
+
+    def _check_end(self, nbytes: int | None) -> None:
+        """``nbytes``: of the whole source; None: more than there may be."""
+        expected = self._data_begin + self._data_nbytes
+        if nbytes is not None and nbytes < expected:
+            raise TruncatedSourceError(
+                f"the source has {nbytes} bytes; its safetensors header announces {expected}: "
+                f"{expected - nbytes} are missing"
+            )
+        if nbytes is None or nbytes > expected:
+            raise UnsupportedCheckpointError(
+                f"the safetensors data ends at byte {expected}, but more follows: trailing bytes, or two files joined"
+            )
+
+
+def _read_header(stream: ByteStream) -> bytes:
+    nbytes = int.from_bytes(stream.read_exactly(8, what="the length of the header"), "little")
+    if nbytes > MAX_HEADER_NBYTES:
+        raise UnsupportedCheckpointError(
+            f"not safetensors: its first 8 bytes would be a header of {nbytes} bytes, the limit is {MAX_HEADER_NBYTES}"
+        )
+    # The format wants "{" and nothing before it; seen first, so that no other file is read as a header.
+    if nbytes < 2 or stream.peek(1) != b"{":
+        raise UnsupportedCheckpointError(
+            f"not safetensors: expected a JSON header that starts with '{{' at byte 8, found {stream.peek(8)!r}"
+        )
+    copies = HEADER_COPIES * nbytes
+    stream.allow(copies)
+    # In chunks: what a length claims is not allocated before it has come.
+    header = b"".join(stream.chunks(nbytes, chunk_nbytes=1 << 20, what="the header"))
+    objects = MEMBER_NBYTES * header.count(b":") + ELEMENT_NBYTES * header.count(b",")
+    stream.allow(copies - nbytes + objects)
+    return header
+
+
+def _parse(header: bytes) -> tuple[list[_Entry], dict[str, str]]:
+    """The tensors by data offset, then name, and the metadata; no relation between tensors is checked."""
+    try:
+        parsed = json.loads(
+            header.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant
+        )
+    except StreamPackError:
+        raise
+    except (ValueError, RecursionError) as error:
+        # ValueError: JSON and UTF-8 errors, and integers of more digits than Python converts.
+        raise UnsupportedCheckpointError(
+            f"the safetensors header is not JSON as the format wants it: {error}"
+        ) from None
+    metadata = parsed.pop(METADATA_KEY, None)
+    entries = [_entry(name, value) for name, value in parsed.items()]
+    entries.sort(key=lambda entry: (entry.begin, entry.name))
+    return entries, _check_metadata({} if metadata is None else metadata)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise UnsupportedCheckpointError(
+            f"the safetensors header has the key {twice!r} twice: readers disagree on which one counts"
+        )
+    return unique
+
+
+def _refuse_constant(text: str) -> object:
+    raise UnsupportedCheckpointError(f"the safetensors header holds {text}, which is not JSON")
+
+
+def _check_metadata(metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict):
+        raise UnsupportedCheckpointError(
+            f"the safetensors header's {METADATA_KEY} is a {type(metadata).__name__}, expected an object"
+        )
+    if SHARDS_KEY in metadata:
+        raise UnsupportedCheckpointError(
+            f"the safetensors metadata holds {SHARDS_KEY}: the file is one rank's part of a distributed checkpoint "
+            "and holds shards, not tensors; consolidate the checkpoint first"
+        )
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise UnsupportedCheckpointError(
+                f"the safetensors metadata {key!r} is a {type(value).__name__}, expected text"
+            )
+    try:
+        "".join(text for item in metadata.items() for text in item).encode()
+    except UnicodeEncodeError:
+        raise UnsupportedCheckpointError(
+            "the safetensors metadata holds a lone surrogate, which no UTF-8 text can"
+        ) from None
+    return metadata
+
+
+def _entry(name: str, value: object) -> _Entry:
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if (
+        not isinstance(dtype, str)
+        or not _are_lengths(shape)
+        or not _are_lengths(offsets)
+        or len(offsets) != 2
+        or len(shape) > MAX_RANK
+    ):
+        raise UnsupportedCheckpointError(
+            f"tensor {name!r} in the safetensors header: expected a dtype, a shape of at most {MAX_RANK} lengths, "
+            f"and two data_offsets, all numbers whole and from 0 to {MAX_NBYTES}"
+        )
+    number = BY_SAFETENSORS.get(dtype)
+    if number is None:
+        raise UnsupportedTensorError(
+            f"tensor {name!r} has the safetensors dtype {dtype!r}, which a pack cannot hold",
+            tensor=name,
+        )
+    return _Entry(name, number, shape, *offsets)
+
+
+def _are_lengths(values: object) -> TypeGuard[list[int]]:
+    # type() is int: True is an int to isinstance.
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= MAX_NBYTES for value in values
+    )
+
+
+def _check_offsets(entries: list[_Entry]) -> int:
+    """Prove that the tensors tile the data, without hole or overlap; returns its length in bytes."""
+    position = 0
+    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
+        if entry.begin != position:
+            raise UnsupportedCheckpointError(
+                f"tensor {entry.name!r} has the data_offsets [{entry.begin}, {entry.end}], expected it to begin at "
+                f"{position}, where the one before ends: the safetensors header has a hole, an overlap or damage"
+            )
+        position = entry.end
+    return position

@@ -1,0 +1,320 @@
+"""What the kinds of sets share: opening the files of a set, and many sources that are one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_pack.errors import (
+    StreamPackError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+)
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.pipeline.arrival import Arrival
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+
+__all__ = [
+    "Allow",
+    "JoinedSource",
+    "Member",
+    "OpenFile",
+    "listed",
+    "member_path",
+    "open_members",
+    "regular_file",
+    "say_where",
+    "together",
+]
+
+OpenFile: TypeAlias = Callable[[Path], Source]
+"""How a single file is opened, whatever its kind; sets do not care which kinds there are."""
+
+Allow: TypeAlias = Callable[[int], None]
+"""Is told how many bytes of memory are about to be taken for what a set's own files say; raises if that is too much."""
+
+MAX_LISTED = 10
+MAX_SHOWN = 100
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a message: a few of them, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(repr(name[:MAX_SHOWN]) for name in names[:MAX_LISTED])
+    return shown if len(names) <= MAX_LISTED else f"{shown} and {len(names) - MAX_LISTED} more"
+
+
+def member_path(folder: Path, name: object, *, told_by: str) -> Path:
+    """The file of a set that ``told_by``, itself a file of the set, calls ``name``.
+
+    Only a plain name is followed, so nothing outside ``folder`` can be named; what stands there may be a symbolic
+    link (the hub's cache is made of them), because the owner of the folder put it there.
+
+    Raises: UnsupportedCheckpointError for a name that is none, or where no regular file stands.
+    """
+    if (
+        type(name) is not str
+        or name in ("", ".", "..")
+        or any(character in name for character in "/\\\0")
+        or not _can_be_utf8(name)
+    ):
+        raise UnsupportedCheckpointError(
+            f"{told_by} names the file {str(name)[:MAX_SHOWN]!r}: expected the plain name of a file in the same folder"
+        )
+    try:
+        return regular_file(folder / name)
+    except FileNotFoundError:
+        raise UnsupportedCheckpointError(
+            f"{told_by} names the file {name!r}, which is not there: was the download interrupted?"
+        ) from None
+
+
+def regular_file(path: Path) -> Path:
+    """``path``, if it may be opened: a FIFO or a device could keep whoever does that waiting for ever.
+
+    Raises: UnsupportedCheckpointError where something else stands than a regular file; OSError.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise UnsupportedCheckpointError(
+            f"{str(path)!r} belongs to a set of files, and is no regular file"
+        )
+    return path
+
+
+def open_members(paths: Iterable[Path], open_file: OpenFile) -> list[Source]:
+    """Every file as a source; an error says which file it is about, and closes those before it.
+
+    Raises: as ``open_file``.
+    """
+    with ExitStack() as stack:
+        sources = []
+        for path in paths:
+            try:
+                sources.append(stack.enter_context(open_file(path)))
+            except StreamPackError as error:
+                say_where(error, path.name)
+                raise
+        stack.pop_all()
+    return sources
+
+
+def say_where(error: StreamPackError, where: str) -> None:
+    """Put ``where`` before the error's message; its class and attributes stay."""
+    error.args = (f"{where}: {error}",)
+
+
+def together(phrases: Iterable[str], *, of: str) -> str:
+    """What was verified of many (``of`` says of many what), in one phrase."""
+    counts = Counter(phrases)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return "; ".join(f"of {count} {of}: {phrase}" for phrase, count in sorted(counts.items()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A source, its name for messages, and which rows of its catalog are wanted, in their order."""
+
+    name: str
+    source: Source
+    rows: Sequence[int]
+
+
+class JoinedSource(Source):
+    """Tensors of several sources as one: all wanted ones of the first, then those of the second, and so on.
+
+    Each member keeps its storages, so what is shared within a file stays shared.
+
+    Lifetime: closes the members.
+    Raises: SourceError when two wanted tensors have one name.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        kind: str,
+        metadata: Mapping[str, str],
+        remarks: Sequence[str],
+    ) -> None:
+        self._members = members
+        self._kind = kind
+        self._remarks = tuple(remarks)
+        widths = [_storages(member.source.catalog) for member in members]
+        self._ends = np.cumsum(np.array(widths, np.int64))
+        self._begins = self._ends - np.array(widths, np.int64)
+        self._catalog = self._build(metadata)
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    @property
+    def kind(self) -> str:
+        return self._kind
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self._remarks + tuple(
+            f"{member.name}: {remark}"
+            for member in self._members
+            for remark in member.source.remarks
+        )
+
+    @property
+    def refusals(self) -> Mapping[int, str]:
+        found = {}
+        base = 0
+        for member in self._members:
+            refusals = member.source.refusals
+            found.update(
+                {base + at: refusals[r] for at, r in enumerate(member.rows) if r in refusals}
+            )
+            base += len(member.rows)
+        return found
+
+    @property
+    def spool_nbytes(self) -> int:
+        return max((member.source.spool_nbytes for member in self._members), default=0)
+
+    def spool_for(self, requests: Requests) -> int:
+        parts = self._parts(requests)
+        return max(
+            (m.source.spool_for(part) for m, (_, part) in zip(self._members, parts)), default=0
+        )
+
+    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
+        if self.chooses_order:
+            return super().arrival(requests, chunk_nbytes=chunk_nbytes)
+        begins, ends = np.empty((2, len(requests)), np.int64)
+        now = 0
+        for member, (buffers, part) in zip(self._members, self._parts(requests)):
+            if buffers:
+                first, last = member.source.arrival(part, chunk_nbytes=chunk_nbytes)
+                begins[buffers], ends[buffers] = now + first, now + last
+                now += int(last.max())
+        return begins, ends
+
+    @property
+    def chooses_order(self) -> bool:
+        return all(member.source.chooses_order for member in self._members)
+
+    @property
+    def held_nbytes(self) -> int:
+        return sum(member.source.held_nbytes for member in self._members)
+
+    @property
+    def sparse(self) -> bool:
+        return any(member.source.sparse for member in self._members)
+
+    @property
+    def verification(self) -> str:
+        return together((m.source.verification for m in self._members), of="files")
+
+    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        owners = self._owners(requests)
+        # A member that comes in its own order is not waited for: the writer spools.
+        wait = options.in_order and self.chooses_order and bool(np.any(np.diff(owners) < 0))
+        if wait:
+            # All members are under way at once: no threads for each.
+            options = replace(options, jobs=1)
+        streams = [
+            self._stream_of(member, buffers, part, options)
+            for member, (buffers, part) in zip(self._members, self._parts(requests))
+        ]
+        try:
+            if wait:
+                nbytes = requests.nbytes.tolist()
+                for buffer, owner in enumerate(owners.tolist()):
+                    yield from _one_buffer(streams[owner], buffer, nbytes[buffer])
+            for stream in streams:
+                yield from stream
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def close(self) -> None:
+        for member in self._members:
+            member.source.close()
+
+    def _build(self, metadata: Mapping[str, str]) -> Catalog:
+        builder = CatalogBuilder()
+        for base, member in zip(self._begins.tolist(), self._members):
+            catalog = member.source.catalog
+            notes: dict[int, dict[str, str]] = {}
+            for row, key, value in catalog.notes:
+                notes.setdefault(row, {})[key] = value
+            for row in member.rows:
+                builder.add(
+                    catalog.names[row],
+                    int(catalog.dtypes[row]),
+                    catalog.shape(row),
+                    storage=base + int(catalog.storages[row]),
+                    start=int(catalog.starts[row]),
+                    notes=notes.get(row),
+                )
+            for derived, (of, begin, end) in catalog.derived.items():
+                builder.derive(base + derived, of=base + of, begin=begin, end=end)
+        return builder.build(
+            storages_nbytes=sum(m.source.catalog.storages_nbytes for m in self._members),
+            metadata=metadata,
+        )
+
+    def _owners(self, requests: Requests) -> NDArray[np.intp]:
+        """Which member each request goes to."""
+        return np.searchsorted(self._ends, requests.storages, side="right")
+
+    def _parts(self, requests: Requests) -> Iterator[tuple[list[int], Requests]]:
+        """For each member: the buffers that come from it, and what it has to be asked for."""
+        owners = self._owners(requests)
+        for number, begin in enumerate(self._begins.tolist()):
+            buffers = np.flatnonzero(owners == number)
+            storages = requests.storages[buffers] - begin
+            part = Requests(storages, requests.starts[buffers], requests.nbytes[buffers])
+            yield buffers.tolist(), part
+
+    def _stream_of(
+        self, member: Member, buffers: list[int], part: Requests, options: StreamOptions
+    ) -> Generator[Piece, None, None]:
+        """The bytes of these buffers, all from one member; nothing is read before the first is asked for."""
+        stream = member.source.stream(part, options)
+        try:
+            for buffer, chunk in stream:
+                yield buffers[buffer], chunk
+        except StreamPackError as error:
+            say_where(error, member.name)
+            raise
+        finally:
+            if isinstance(stream, Generator):
+                stream.close()
+
+
+def _one_buffer(stream: Iterator[Piece], buffer: int, nbytes: int) -> Iterator[Piece]:
+    while nbytes > 0:
+        piece = next(stream, None)
+        if piece is None:
+            raise TruncatedSourceError(f"the bytes of buffer {buffer} ended {nbytes} too early")
+        nbytes -= len(piece[1])
+        yield piece
+
+
+def _storages(catalog: Catalog) -> int:
+    """How many numbers its storages take, derived ones included."""
+    return 1 + max(*catalog.derived, int(catalog.storages.max(initial=-1)), -1)
+
+
+def _can_be_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

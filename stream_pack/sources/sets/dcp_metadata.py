@@ -1,0 +1,224 @@
+"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks
+stand.
+
+It is a plain pickle of dataclasses.  All of them stay closed
+(:class:`~stream_pack.sources.torch_save.unpickler.Opaque`), and what is needed is picked out of
+their states; nothing is imported, and what else the pickle names is never looked at.
+
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0
+to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
+from stream_pack.format.dtypes import BY_TORCH
+from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.sources.sets.assembly import Box
+from stream_pack.sources.sets.composite import Allow, regular_file
+from stream_pack.sources.torch_save.globals import TABLE
+from stream_pack.sources.torch_save.unpickler import (
+    STEP_NBYTES,
+    OddKey,
+    Opaque,
+    Unpickler,
+    malformed,
+)
+
+__all__ = ["Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
+
+ENTRY_NBYTES = 600
+"""Memory that each tensor, and each chunk, takes beside what the pickle has become (measured with 200,000)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a chunk's archive stands.  Units: bytes, ``begin`` from the file's start."""
+
+    file: str
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A tensor and the chunks that make it up; chunks without elements are left out.
+
+    ``path`` holds the keys that lead to it in the nested dict that was saved.
+    ``shape`` and the boxes count torch's elements (for ``float4_e2m1fn_x2``: pairs).
+    """
+
+    name: str
+    path: tuple[str, ...]
+    dtype: int
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensors:
+    """All tensors, in the order of the metadata; ``ignored`` counts the entries that are none.
+
+    ``files`` are all that anything stands in.
+    """
+
+    tensors: list[ShardedTensor]
+    ignored: int
+    files: frozenset[str]
+
+
+def read_metadata(path: Path, *, allow: Allow) -> ShardedTensors:
+    """Read ``.metadata``; of each tensor only the numbers' types and ranges are checked.
+
+    Raises: what ``allow`` raises; UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError; OSError.
+    """
+    with open(regular_file(path), "rb") as file:
+        unpickler = Unpickler(
+            lambda: file.read(STEP_NBYTES),
+            find_global=_find_global,
+            find_persistent=_no_storage,
+            allow=allow,
+        )
+        value = unpickler.load()
+        if unpickler.rest or file.read(1):
+            raise malformed("bytes follow its end")
+    metadata = _state(value, "Metadata")
+    entries, data = metadata.get("state_dict_metadata"), metadata.get("storage_data")
+    if type(entries) is not dict or type(data) is not dict:
+        raise _unknown("it has no state_dict_metadata or no storage_data")
+    allow(ENTRY_NBYTES * (len(entries) + len(data)))
+    places = _places(data)
+    paths = metadata.get("planner_data")
+    paths = paths if type(paths) is dict else {}
+    tensors = []
+    ignored = 0
+    for name, entry in entries.items():
+        if type(name) is not str:
+            raise _unknown("an entry whose name is not text")
+        if _is(entry, "BytesStorageMetadata"):
+            ignored += 1
+        else:
+            tensors.append(_tensor(name, _path(name, paths), entry, places))
+    files = frozenset(place.file for place in places.values())
+    return ShardedTensors(tensors, ignored, files)
+
+
+def _find_global(name: str) -> object:
+    return TABLE["torch.Size"] if name == "torch.Size" else Opaque(name)
+
+
+def _no_storage(_identifier: object) -> object:
+    raise malformed("a persistent id, in a pickle that has no storages")
+
+
+def _tensor(
+    name: str, path: tuple[str, ...], entry: object, places: Mapping[tuple[str, object], Place]
+) -> ShardedTensor:
+    fields = _state(entry, "TensorStorageMetadata")
+    properties = fields.get("properties")
+    if not _is(properties, "TensorProperties"):
+        raise _unknown(f"tensor {name[:100]!r} has no TensorProperties")
+    assert isinstance(properties, Opaque)
+    state = properties.parts[-1]
+    dtype = state[0] if type(state) is tuple and state else None
+    dtype_name = dtype.name.removeprefix("torch.") if type(dtype) is Opaque else None
+    if dtype_name is None:
+        raise _unknown(f"tensor {name[:100]!r} has no dtype")
+    number = BY_TORCH.get(dtype_name)
+    if number is None:
+        raise UnsupportedTensorError(
+            f"tensor {name!r} has the dtype {dtype_name[:100]!r}, which a pack cannot hold",
+            tensor=name,
+        )
+    shape = _lengths(fields.get("size"), f"the size of tensor {name[:100]!r}")
+    chunks = fields.get("chunks")
+    if type(chunks) is not list:
+        raise _unknown(f"tensor {name[:100]!r} has no list of chunks")
+    boxes, found = [], []
+    for chunk in chunks:
+        box_fields = _state(chunk, "ChunkStorageMetadata")
+        what = f"a chunk of tensor {name[:100]!r}"
+        box = Box(
+            _lengths(box_fields.get("offsets"), what), _lengths(box_fields.get("sizes"), what)
+        )
+        if 0 in box.sizes:
+            continue
+        place = places.get((name, box.offsets))
+        if place is None:
+            raise _unknown(
+                f"nothing says where the chunk of tensor {name[:100]!r} at {list(box.offsets)} stands"
+            )
+        boxes.append(box)
+        found.append(place)
+    return ShardedTensor(name, path, number, shape, tuple(boxes), tuple(found))
+
+
+def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:
+    """Where each chunk stands, by name and offsets (of what is no tensor: None)."""
+    places: dict[tuple[str, object], Place] = {}
+    for key, value in data.items():
+        index = _state(key.key if type(key) is OddKey else key, "MetadataIndex")
+        info = _state(value, "_StorageInfo")
+        name, offset = index.get("fqn"), index.get("offset")
+        file, begin, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
+        if type(name) is not str or type(file) is not str:
+            raise _unknown("a chunk whose name or file is not text")
+        offsets = None if offset is None else _lengths(offset, f"the offsets of {name[:100]!r}")
+        begin, nbytes = _lengths((begin, nbytes), f"the place of {name[:100]!r}")
+        if info.get("transform_descriptors"):
+            raise UnsupportedCheckpointError(
+                f"the chunks of {name[:100]!r} were transformed as they were saved (compressed?): save the checkpoint "
+                "without stream transforms"
+            )
+        if (name, offsets) in places:
+            raise _unknown(f"two places for the chunk of {name[:100]!r} at {offset}")
+        places[name, offsets] = Place(file, begin, nbytes)
+    return places
+
+
+def _path(name: str, paths: Mapping[object, object]) -> tuple[str, ...]:
+    path = paths.get(name)
+    if type(path) is not tuple or not path or not all(type(p) in (str, int) for p in path):
+        return (name,)
+    return tuple(str(part) for part in path)
+
+
+def _is(value: object, kind: str) -> bool:
+    return (
+        type(value) is Opaque
+        and value.name.startswith("torch.distributed.")
+        and value.name.endswith("." + kind)
+    )
+
+
+def _state(value: object, kind: str) -> dict[object, object]:
+    """The fields of a dataclass of torch.distributed."""
+    if not _is(value, kind):
+        shown = value.name[:100] if type(value) is Opaque else type(value).__name__
+        raise _unknown(f"a {shown} where a {kind} was expected")
+    assert isinstance(value, Opaque)
+    state = value.parts[-1] if value.parts else None
+    if type(state) is not dict:
+        raise _unknown(f"a {kind} without fields")
+    return state
+
+
+def _lengths(values: object, what: str) -> tuple[int, ...]:
+    if (
+        type(values) is not tuple
+        or len(values) > MAX_RANK
+        or not all(type(value) is int and 0 <= value <= MAX_NBYTES for value in values)
+    ):
+        raise _unknown(f"{what} is not made of whole numbers from 0 to {MAX_NBYTES}")
+    return values
+
+
+def _unknown(why: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        f"the .metadata is not that of a torch.distributed checkpoint on a file system, or damaged: {why}"
+    )

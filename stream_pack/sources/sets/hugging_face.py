@@ -1,0 +1,141 @@
+"""A Hugging Face checkpoint in shards: an index of tensors, and the files that they stand in.
+
+Source: transformers, ``save_pretrained`` and ``load_sharded_checkpoint``: ``*.index.json`` holds
+``{"metadata": {"total_size": ...}, "weight_map": {tensor: file}}``; a shard is a safetensors file or one of
+``torch.save``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
+from stream_pack.pipeline.source import Source
+from stream_pack.sources.sets.composite import (
+    Allow,
+    JoinedSource,
+    Member,
+    OpenFile,
+    listed,
+    member_path,
+    open_members,
+    regular_file,
+)
+
+__all__ = ["is_index_name", "open_hugging_face"]
+
+MAX_INDEX_NBYTES = 256 << 20
+"""About 100 bytes a tensor, so more than two million of them."""
+
+INDEX_COPIES = 2
+ENTRY_NBYTES = 400
+"""Memory that the index takes while it is parsed: lengths of it, and for each colon (measured)."""
+
+JOINED_NBYTES = 250
+"""What joining the files takes for each of their tensors (measured)."""
+
+
+def is_index_name(name: str) -> bool:
+    """Whether a file of this name is an index: ``model.safetensors.index.json``, ``....index.fp16.json``."""
+    return name.endswith(".json") and ".index." in name
+
+
+def open_hugging_face(index: Path, *, open_file: OpenFile, allow: Allow) -> Source:
+    """The tensors that the index at ``index`` names, file by file in the order of the files' names, each
+    file in its own order.
+
+    Tensors of the files that the index does not name are left out, and counted in the remarks.  ``total_size`` is
+    not looked at: tools have written it in several ways.  ``allow``: see
+    :data:`stream_pack.sources.sets.composite.Allow`.
+
+    Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
+    is not in its file; what ``open_file`` raises; OSError.
+    """
+    files = _read_index(index, allow)
+    paths = [member_path(index.parent, name, told_by=index.name) for name in files]
+    sources = open_members(paths, open_file)
+    try:
+        allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
+        return _join(index.name, files, sources)
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
+
+
+def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) -> Source:
+    members = []
+    left_out: list[str] = []
+    metadata: dict[str, str] = {}
+    disputed: set[str] = set()
+    for (file, wanted), source in zip(files.items(), sources, strict=True):
+        names = source.catalog.names
+        missing = wanted.keys() - set(names)
+        if missing:
+            raise UnsupportedCheckpointError(
+                f"{index} places {len(missing)} tensors in {file!r} that are not there: {listed(sorted(missing))}; "
+                "the files are of different checkpoints, or one was replaced"
+            )
+        members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))
+        left_out.extend(name for name in names if name not in wanted)
+        for key, value in source.catalog.metadata.items():
+            if metadata.setdefault(key, value) != value:
+                disputed.add(key)
+    remarks = []
+    if left_out:
+        remarks.append(
+            f"tensors that {index} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
+        )
+    if disputed:
+        remarks.append(
+            f"the files disagree about the metadata {listed(sorted(disputed))}: left out"
+        )
+    return JoinedSource(
+        members,
+        kind=f"Hugging Face set of {len(files)} files",
+        metadata={key: value for key, value in metadata.items() if key not in disputed},
+        remarks=remarks,
+    )
+
+
+def _read_index(path: Path, allow: Allow) -> dict[str, dict[str, None]]:
+    """The names of the tensors of each file, files in the order of their names."""
+    with open(regular_file(path), "rb") as file:
+        allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
+        text = file.read(MAX_INDEX_NBYTES + 1)
+    if len(text) > MAX_INDEX_NBYTES:
+        raise _not_an_index(path, f"is longer than {MAX_INDEX_NBYTES} bytes")
+    allow(len(text) + ENTRY_NBYTES * text.count(b":"))
+    try:
+        parsed = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except StreamPackError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _not_an_index(path, f"is not JSON: {error}") from None
+    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _not_an_index(path, "has no weight_map of names to files")
+    files: dict[str, dict[str, None]] = {}
+    for tensor, file in weight_map.items():
+        if type(file) is not str:
+            raise _not_an_index(path, f"places {tensor[:100]!r} in {str(file)[:100]}")
+        files.setdefault(file, {})[tensor] = None
+    return dict(sorted(files.items()))
+
+
+def _unique(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _not_an_index(path, f"has the key {twice[:100]!r} twice")
+    return unique
+
+
+def _not_an_index(path: Path, why: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        f"{path.name} {why}; expected an index as transformers writes it, "
+        '{"metadata": {...}, "weight_map": {tensor: file}}'
+    )

@@ -1,0 +1,275 @@
+"""A Llama checkpoint as Meta publishes it: ``consolidated.00.pth``, ``.01.pth`` ... and ``params.json``.
+
+Every shard holds every name; how the shards make up a tensor follows from its name, and ``params.json`` proves it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.dtypes import BITS, DTYPES
+from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions
+from stream_pack.sources.sets.assembly import (
+    MIN_PART_CHUNK_NBYTES,
+    Box,
+    Part,
+    Rows,
+    assembled,
+    part_chunk_nbytes,
+    tiled,
+    trimmed,
+)
+from stream_pack.sources.sets.composite import (
+    OpenFile,
+    listed,
+    member_path,
+    open_members,
+    say_where,
+    together,
+)
+from stream_pack.sources.sets.llama_params import PARAMS, LlamaParams, merged_along, read_params
+
+__all__ = ["LlamaSource", "is_shard_name"]
+
+_SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
+
+
+def is_shard_name(name: str) -> bool:
+    """Whether a file of this name is one of the shards."""
+    return _SHARD.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Merged:
+    """One tensor: its row in each shard's catalog, and how they make it up; ``plan`` None: all are equal."""
+
+    name: str
+    rows: tuple[int, ...]
+    plan: list[Rows] | None
+
+
+class LlamaSource(Source):
+    """The whole tensors, in the order of the first shard.
+
+    All shards are read side by side, each in the order of the tensors: a chunk of each is held, and no tensor is ever
+    whole in memory.  Tensors that every shard holds a copy of are compared as they pass.
+
+    Raises: UnsupportedCheckpointError when a shard is missing, shards differ in names or dtypes, or their shapes do not
+    add up to what params.json says; what ``open_file`` raises; OSError.
+    """
+
+    def __init__(self, folder: Path, *, open_file: OpenFile) -> None:
+        names = _shard_names(entry.name for entry in folder.iterdir())
+        params = read_params(member_path(folder, PARAMS, told_by="a Llama checkpoint"))
+        paths = [member_path(folder, name, told_by="a Llama checkpoint") for name in names]
+        self._names = names
+        self._shards = open_members(paths, open_file)
+        self._tensors: dict[int, _Merged] = {}
+        try:
+            self._check_order()
+            self._catalog = self._build(params)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._catalog
+
+    @property
+    def kind(self) -> str:
+        return f"Llama set of {len(self._shards)} shards"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return tuple(
+            f"{name}: {remark}"
+            for name, shard in zip(self._names, self._shards)
+            for remark in shard.remarks
+        )
+
+    @property
+    def held_nbytes(self) -> int:
+        return MIN_PART_CHUNK_NBYTES * len(self._shards)
+
+    @property
+    def verification(self) -> str:
+        return together((shard.verification for shard in self._shards), of="shards")
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+    def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        wanted = [self._tensors[storage] for storage in requests.storages.tolist()]
+        chunk_nbytes = part_chunk_nbytes(len(self._shards), options.chunk_nbytes)
+        # One thread reads all shards; the writer's own threads overlap that with the rest.
+        shard_options = replace(options, chunk_nbytes=chunk_nbytes, jobs=1, in_order=True)
+        streams = [self._shard_chunks(k, wanted, shard_options) for k in range(len(self._shards))]
+        parts = [Part(stream, what=name) for stream, name in zip(streams, self._names)]
+        try:
+            ranges = zip(requests.starts.tolist(), requests.nbytes.tolist())
+            for buffer, (tensor, (start, nbytes)) in enumerate(zip(wanted, ranges)):
+                chunks = self._chunks(tensor, parts, options.chunk_nbytes)
+                for chunk in trimmed(chunks, start, start + nbytes):
+                    yield buffer, chunk
+            for stream in streams:
+                for _ in stream:  # what it still has to verify about itself
+                    pass
+        finally:
+            for stream in streams:
+                stream.close()
+
+    def _chunks(self, tensor: _Merged, parts: Sequence[Part], chunk_nbytes: int) -> Iterator[Chunk]:
+        if tensor.plan is not None:
+            return assembled(tensor.plan, parts, chunk_nbytes=chunk_nbytes)
+        nbytes = int(self._shards[0].catalog.nbytes[tensor.rows[0]])
+        return self._equal_chunks(tensor.name, nbytes, parts, chunk_nbytes)
+
+    def _equal_chunks(
+        self, name: str, nbytes: int, parts: Sequence[Part], chunk_nbytes: int
+    ) -> Iterator[Chunk]:
+        for begin in range(0, nbytes, chunk_nbytes):
+            step = min(chunk_nbytes, nbytes - begin)
+            first = parts[0].read(step)
+            for shard, part in enumerate(parts[1:], 1):
+                if part.read(step) != first:
+                    raise UnsupportedCheckpointError(
+                        f"tensor {name!r} should be the same in every shard, but {self._names[shard]} has other bytes "
+                        f"than {self._names[0]} between {begin} and {begin + step}: the shards are of different "
+                        "checkpoints"
+                    )
+            yield first
+
+    def _shard_chunks(
+        self, number: int, wanted: Sequence[_Merged], options: StreamOptions
+    ) -> Generator[Chunk, None, None]:
+        """All bytes of the wanted tensors in one shard, one tensor after the other."""
+        shard = self._shards[number]
+        rows = np.array([tensor.rows[number] for tensor in wanted], np.int64)
+        rows = rows[shard.catalog.nbytes[rows] > 0]
+        requests = Requests(
+            storages=shard.catalog.storages[rows],
+            starts=shard.catalog.starts[rows],
+            nbytes=shard.catalog.nbytes[rows],
+        )
+        pieces = shard.stream(requests, options)
+        try:
+            for _, chunk in pieces:
+                yield chunk
+        except StreamPackError as error:
+            say_where(error, self._names[number])
+            raise
+        finally:
+            if isinstance(pieces, Generator):
+                pieces.close()
+
+    def _check_order(self) -> None:
+        for name, shard in zip(self._names, self._shards):
+            if not shard.chooses_order:
+                raise UnsupportedCheckpointError(
+                    f"{name} gives its tensors only in its own order, so it cannot be read beside the others: a "
+                    "compressed archive has to be zipped again without compression (zip -0)"
+                )
+
+    def _build(self, params: LlamaParams) -> Catalog:
+        catalogs = [shard.catalog for shard in self._shards]
+        rows = [{name: row for row, name in enumerate(c.names)} for c in catalogs]
+        for shard, names in zip(self._names, rows):
+            different = names.keys() ^ rows[0].keys()
+            if different:
+                raise UnsupportedCheckpointError(
+                    f"{shard} and {self._names[0]} differ in the tensors {listed(sorted(different))}: the shards are "
+                    "of different checkpoints"
+                )
+        builder = CatalogBuilder()
+        known: dict[tuple[object, ...], int] = {}
+        for name in catalogs[0].names:
+            places = tuple(names[name] for names in rows)
+            dtypes = {DTYPES[c.dtypes[row]].name for c, row in zip(catalogs, places)}
+            if len(dtypes) > 1:
+                raise UnsupportedCheckpointError(
+                    f"tensor {name!r} has different dtypes in the shards: {', '.join(sorted(dtypes))}"
+                )
+            dtype = int(catalogs[0].dtypes[places[0]])
+            shapes = [c.shape(row) for c, row in zip(catalogs, places)]
+            dim = merged_along(name, shapes, params)
+            shape = _whole_shape(name, shapes, dim)
+            params.check(name, shape)
+            same = (
+                dim,
+                dtype,
+                shape,
+                *((int(c.storages[r]), int(c.starts[r])) for c, r in zip(catalogs, places)),
+            )
+            storage = known.setdefault(same, len(known))
+            if storage not in self._tensors and 0 not in shape:
+                plan = None if dim is None else _plan(name, shape, shapes, dim, BITS[dtype])
+                self._tensors[storage] = _Merged(name, places, plan)
+                gathered = _gathered_from(catalogs, places)
+                if gathered is not None:
+                    # Of no storage that anything else is made of.
+                    builder.derive(storage, of=len(catalogs[0]) + storage, begin=0, end=gathered)
+            builder.add(name, dtype, shape, storage=storage, start=0)
+        storages_nbytes = sum(catalog.storages_nbytes for catalog in catalogs)
+        return builder.build(storages_nbytes=storages_nbytes)
+
+
+def _gathered_from(catalogs: Sequence[Catalog], rows: Sequence[int]) -> int | None:
+    """How many bytes of the shards a tensor is made from; None if just those that it has."""
+    nbytes, derived = 0, False
+    for catalog, row in zip(catalogs, rows):
+        made_from = catalog.derived.get(int(catalog.storages[row]))
+        if made_from is None:
+            nbytes += int(catalog.nbytes[row])
+        else:
+            _, begin, end = made_from
+            nbytes += end - begin
+            derived = True
+    return nbytes if derived else None
+
+
+def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int | None) -> tuple[int, ...]:
+    rest = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if len(rest) > 1:
+        raise UnsupportedCheckpointError(
+            f"the shards of tensor {name!r} have shapes that do not go together: {[list(s) for s in shapes]}"
+        )
+    if dim is None:
+        return shapes[0]
+    whole = sum(shape[dim] for shape in shapes)
+    return (*shapes[0][:dim], whole, *shapes[0][dim + 1 :])
+
+
+def _plan(
+    name: str, shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], dim: int, bits: int
+) -> list[Rows]:
+    boxes, shards = [], []
+    begin = 0
+    for shard, part in enumerate(shapes):
+        if part[dim]:
+            offsets = tuple(begin if k == dim else 0 for k in range(len(shape)))
+            boxes.append(Box(offsets, part))
+            shards.append(shard)
+            begin += part[dim]
+    plan = tiled(name, shape, boxes, bits=bits)
+    return [Rows(r.count, tuple((shards[box], nbytes) for box, nbytes in r.runs)) for r in plan]
+
+
+def _shard_names(names: Iterable[str]) -> list[str]:
+    """The shards in order, without a gap."""
+    shards = sorted(name for name in names if is_shard_name(name))
+    expected = [f"consolidated.{number:02}.pth" for number in range(len(shards))]
+    missing = sorted(set(expected) - set(shards))
+    if missing:
+        raise UnsupportedCheckpointError(
+            f"of the Llama shards {listed(shards)}, {listed(missing)} is missing"
+        )
+    return shards

@@ -1,0 +1,70 @@
+"""Which kind of set a folder is, told by what it holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.pipeline.source import Source
+from stream_pack.sources.sets.composite import Allow, OpenFile, listed
+from stream_pack.sources.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
+from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
+from stream_pack.sources.sets.llama import LlamaSource, is_shard_name
+from stream_pack.sources.sets.llama_params import PARAMS
+from stream_pack.sources.sets.ninja import TYPE_FILE, NinjaSource
+from stream_pack.sources.torch_save.state_dict import Flatten
+
+__all__ = ["open_folder"]
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".pack")
+_LOOKED_FOR = (
+    f"a Hugging Face index (*.index.json), Llama shards (consolidated.NN.pth and {PARAMS}), a torch.distributed "
+    f"checkpoint ({METADATA} and *{SHARD_SUFFIX}), an mmap-ninja array ({TYPE_FILE})"
+)
+
+
+def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: Allow) -> Source:
+    """The set of files that ``folder`` holds, as one source.
+
+    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved; ``allow``: see
+    :data:`stream_pack.sources.sets.composite.Allow`.
+
+    Raises: UnsupportedCheckpointError for a folder that holds none, or more than one; as the set's own source; OSError.
+    """
+    names = sorted(os.listdir(folder))
+    indexes = [name for name in names if is_index_name(name)]
+    single = [name for name in names if name.endswith(_WEIGHTS)]
+    # Its metadata alone says which shards are missing.
+    distributed = any(name.endswith(SHARD_SUFFIX) for name in names) or (
+        METADATA in names and not (indexes or single or TYPE_FILE in names)
+    )
+    shards = [name for name in names if is_shard_name(name)]
+    found = [
+        *(f"the index {name}" for name in indexes),
+        *(["Llama shards"] if shards else []),
+        *(["a torch.distributed checkpoint"] if distributed else []),
+        *([f"an mmap-ninja array ({TYPE_FILE})"] if TYPE_FILE in names else []),
+    ]
+    if len(found) > 1:
+        raise UnsupportedCheckpointError(
+            f"the folder {str(folder)!r} holds {len(found)} checkpoints: {', '.join(found)}; name the index file "
+            "itself, or move one of them away"
+        )
+    if indexes:
+        return open_hugging_face(folder / indexes[0], open_file=open_file, allow=allow)
+    if shards:
+        return LlamaSource(folder, open_file=open_file)
+    if distributed:
+        if METADATA not in names:
+            raise UnsupportedCheckpointError(
+                f"the folder {str(folder)!r} holds the shards of a torch.distributed checkpoint, but no {METADATA}, "
+                "which is written last: the save did not finish"
+            )
+        return DcpSource(folder, flatten=flatten, allow=allow)
+    if TYPE_FILE in names:
+        return NinjaSource(folder)
+    hint = f"; it holds {listed(single)}: name the file that you want" if single else ""
+    raise UnsupportedCheckpointError(
+        f"the folder {str(folder)!r} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
+    )

@@ -1,0 +1,153 @@
+"""Checkpoints as ``torch.save`` wrote them before 1.6 (and still does on request), as a source.
+
+Five pickles (a magic number, the protocol's version, facts about the machine, the value, the keys of its storages),
+then every storage in the order of the keys: its number of elements as a signed 64-bit integer, and its bytes.
+No padding, no checksum, no mark at the end.  Always little-endian.
+
+Source: torch/serialization.py, ``_legacy_save`` and ``_legacy_load`` of torch 0.2 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from functools import partial
+
+from stream_pack.errors import SourceError, UnsupportedCheckpointError
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.sources.torch_save.container import Data, End, Event
+from stream_pack.sources.torch_save.globals import Storage, TorchObjects
+from stream_pack.sources.torch_save.nesting import flattening
+from stream_pack.sources.torch_save.source import TorchSource
+from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
+from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, Unpickler, malformed
+
+__all__ = ["LegacyTorchSource"]
+
+MAGIC = 0x1950A86A20F9469CFC6C
+VERSION = 1001
+COUNT_NBYTES = 8
+
+
+class LegacyTorchSource(TorchSource):
+    """The tensors of one legacy checkpoint, from a file or a pipe.
+
+    Takes over ``stream``, which stands at the checkpoint's first byte, and closes it.  ``flatten`` finds the tensors in
+    what the pickle describes.
+
+    Raises: UnsupportedCheckpointError, UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError; OSError.
+    """
+
+    def __init__(self, stream: ByteStream, *, flatten: Flatten | None = None) -> None:
+        super().__init__(stream, _LegacyFile(stream, flatten or flattening()))
+
+    @property
+    def kind(self) -> str:
+        return "torch legacy"
+
+    @property
+    def verification(self) -> str:
+        return "the source carries no checksums"
+
+
+class _LegacyFile:
+    """The pickles, which are read when it is made, and the storages."""
+
+    big_endian = False
+    order_known = True
+
+    def __init__(self, stream: ByteStream, flatten: Flatten) -> None:
+        self._stream = stream
+        self._payloads: dict[str, int] = {}
+        objects = TorchObjects()
+        if self._unpickle(objects) != MAGIC or self._unpickle(objects) != VERSION:
+            raise UnsupportedCheckpointError(
+                "the checkpoint begins with another magic number or version than torch.save writes"
+            )
+        self._unpickle(
+            objects
+        )  # sizes of C types and the byte order of the machine, which torch does not look at
+        value = self._unpickle(objects)
+        found = objects.storages
+        self.storages = {key: found[key] for key in _checked_keys(self._unpickle(objects), found)}
+        self.state_dict: StateDict = flatten(value, objects.unknown)
+
+    @property
+    def seekable(self) -> bool:
+        return self._stream.regular_file is not None
+
+    def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
+        for storage in self.storages.values():
+            yield from self._read_next(storage, chunk_nbytes)
+        self._check_end()
+
+    def locate(self) -> None:
+        for storage in self.storages.values():
+            self._begin(storage)
+            self._stream.skip(storage.nbytes, what=_described(storage))
+        self._check_end()
+
+    def read_storage(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
+        self._stream.seek(self._payloads[storage.key] - COUNT_NBYTES)
+        yield from self._read_next(storage, chunk_nbytes)
+
+    def read_range(
+        self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
+    ) -> Iterator[Event]:
+        self._stream.seek(self._payloads[storage.key] + begin)
+        what = _described(storage)
+        for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
+            yield Data(chunk, storage, fresh=False)
+
+    def _unpickle(self, objects: TorchObjects) -> object:
+        unpickler = Unpickler(
+            partial(self._stream.read_some, STEP_NBYTES),
+            find_global=objects.find_global,
+            find_persistent=objects.find_persistent,
+            allow=self._stream.allow,
+        )
+        value = unpickler.load()
+        self._stream.unread(unpickler.rest)
+        return value
+
+    def _read_next(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
+        payload = self._begin(storage)
+        what = _described(storage)
+        for chunk in self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what):
+            yield Data(chunk, storage)
+        yield End(storage.key, 0, payload, storage)
+
+    def _begin(self, storage: Storage) -> int:
+        """Compare the number of elements that stands before a storage; return where its bytes begin."""
+        count = self._stream.read_exactly(
+            COUNT_NBYTES, what=f"the length of storage {storage.key[:200]!r}"
+        )
+        numel = int.from_bytes(count, "little", signed=True)
+        if numel != storage.numel:
+            raise SourceError(
+                f"storage {storage.key[:200]!r} has {numel} elements where it is stored, and {storage.numel} for the "
+                "tensors that use it: the checkpoint is damaged"
+            )
+        payload = self._payloads[storage.key] = self._stream.position
+        return payload
+
+    def _check_end(self) -> None:
+        if not self._stream.at_end():
+            raise SourceError(
+                f"bytes follow the checkpoint's last storage, at byte {self._stream.position}: trailing data, or a "
+                "second checkpoint"
+            )
+
+
+def _checked_keys(keys: object, storages: dict[str, Storage]) -> list[str]:
+    """The keys of all storages in the order in which they are stored."""
+    if type(keys) is not list or not all(type(key) is str for key in keys):
+        raise malformed("the keys of its storages are no list of texts")
+    if len(keys) != len(storages) or storages.keys() != set(keys):
+        raise malformed(
+            f"it lists {len(keys)} storages, and its tensors use {len(storages)} that are not the same"
+        )
+    return keys
+
+
+def _described(storage: Storage) -> str:
+    return f"storage {storage.key[:200]!r} of {storage.nbytes} bytes"

@@ -1,0 +1,241 @@
+"""Which of the values that a checkpoint nests are the tensors wanted.
+
+The rule: a flat dict of tensors is taken as it is.  Of a dict of dicts, the one under a key of :data:`MODELS` is taken
+if exactly one of these holds tensors; otherwise somebody has to say which (``key``), so that an optimizer's state is
+never packed by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stream_pack.errors import OptionError, UnsupportedCheckpointError
+from stream_pack.sources.torch_save.globals import Tensor, Unpackable
+from stream_pack.sources.torch_save.state_dict import (
+    MAX_LISTED,
+    Flatten,
+    StateDict,
+    holds_tensors,
+    listed,
+    shown,
+    what_it_is,
+)
+from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, Found
+
+__all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
+
+Key: TypeAlias = "str | Sequence[str] | None"
+"""Where to look: steps, or a text of steps joined by dots (a key that holds dots itself comes first); ``"."``: the
+whole checkpoint; None: by the rule above."""
+
+MODELS = ("state_dict", "model", "model_state_dict")
+"""The keys under which training loops keep the model beside its optimizer."""
+
+WHOLE = "."
+
+
+def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
+    """The function that finds the tensors below ``key`` in a pickle's value.
+
+    ``ignore_unknown``: leave out, and mention, objects that only code could rebuild, and whatever they hold.  Without
+    it their presence anywhere in the pickle is a refusal.
+
+    Raises: OptionError for a key that is none.
+    Raises (the function): UnsupportedCheckpointError, naming the tensors, keys or objects in question.
+    """
+
+    _check(key)
+
+    def flatten(value: object, unknown: Collection[str]) -> StateDict:
+        clean: set[int] = set()
+        chosen = choose(value, key, clean)
+        if not isinstance(chosen.value, dict | list | tuple) or chosen.unnamed:
+            raise _refused(f"the checkpoint is {what_it_is(chosen.value)}", unknown)
+        found = Found(clean)
+        if not chosen.nested:
+            found.collect(chosen.value)
+        if found.refused:
+            raise _refused(listed(found.refused, "; "), unknown)
+        if unknown and not ignore_unknown:
+            raise UnsupportedCheckpointError(
+                "the checkpoint names objects that are no plain data, and that loading it would run code "
+                f"of: {listed(unknown)}; leave them out with --ignore-unknown (ignore_unknown=True), or save a state "
+                "dict of tensors only"
+            )
+        if chosen.nested:
+            where = f"below {chosen.where} " if chosen.path else ""
+            raise UnsupportedCheckpointError(
+                f"this is no flat state dict: tensors are {where}nested below "
+                f"{listed(map(shown, chosen.nested))} (its keys: {_keys(chosen.value)}); choose with --key (key=), "
+                f"{shown(WHOLE)} for all of it, or look at them with --list-keys"
+            )
+        if found.objects and not ignore_unknown:
+            raise UnsupportedCheckpointError(
+                f"tensors stand inside objects that are no dict, list or tuple: below {listed(found.objects)}; leave "
+                "them out with --ignore-unknown (ignore_unknown=True), or save them under names of their own"
+            )
+        if chosen.value and not found.tensors:
+            raise UnsupportedCheckpointError(
+                f"the checkpoint holds no tensors{f' below {chosen.where}' if chosen.path else ''}; its keys: "
+                f"{_keys(chosen.value)}"
+            )
+        return StateDict(found.tensors, found.ignored, (*chosen.remarks(), *found.remarks(unknown)))
+
+    return flatten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chosen:
+    """A value of the checkpoint, and the way to it.
+
+    ``by_rule``: nobody asked for it.  ``left_out``: keys beside the way that hold tensors too.  ``nested``: keys in
+    it that hold tensors, and that nobody chose.  ``unnamed``: its tensors would have no names.
+    """
+
+    value: object
+    path: tuple[str, ...]
+    by_rule: bool
+    left_out: tuple[str, ...] = ()
+    nested: tuple[object, ...] = ()
+    unnamed: bool = False
+
+    @property
+    def where(self) -> str:
+        """The way, for a message."""
+        return " / ".join(map(shown, self.path))
+
+    def remarks(self) -> tuple[str, ...]:
+        """What was decided without being asked."""
+        if not self.by_rule or not self.path:
+            return ()
+        others = (
+            f", and left out the tensors below {listed(self.left_out)}" if self.left_out else ""
+        )
+        return (f"took the tensors below {self.where}{others}",)
+
+
+def choose(value: object, key: Key, clean: set[int]) -> Chosen:
+    """The part of a pickle's value that ``key`` says, or the rule.  ``clean``: as for :func:`leaves`.
+
+    Raises: UnsupportedCheckpointError when there is nothing under ``key``.
+    """
+    if key is None:
+        return _by_rule(value, clean)
+    path = () if key == WHOLE else _resolved(value, key) if isinstance(key, str) else tuple(key)
+    found = None if path is None else _at(value, path)
+    if path is None or found is None:
+        text = key if isinstance(key, str) else ".".join(key)
+        raise UnsupportedCheckpointError(
+            f"the checkpoint has nothing under the key {shown(text)}; its keys: {_keys(value)}"
+        )
+    if isinstance(found[0], Tensor | Unpackable) and path:
+        raise UnsupportedCheckpointError(
+            f"the key {shown('.'.join(path))} is that of a single tensor: choose what holds it, and then the "
+            "tensor with --include (include=)"
+        )
+    return Chosen(found[0], path, by_rule=False)
+
+
+def _check(key: object) -> None:
+    if key is None or isinstance(key, str):
+        return
+    if not isinstance(key, Sequence) or not all(isinstance(step, str) for step in key):
+        raise OptionError(f"key={key!r}: expected a text, or a sequence of texts")
+
+
+def _by_rule(value: object, clean: set[int]) -> Chosen:
+    plain: set[int] = set()
+    path: list[str] = []
+    left_out: list[str] = []
+    while type(value) is dict and len(path) < MAX_DEPTH:
+        models = [name for name in MODELS if _holds_plainly(value.get(name), plain)]
+        if len(models) != 1 or not isinstance(value[models[0]], dict | list | tuple):
+            break
+        left_out += map(shown, _with_tensors(value, clean, but=models[0]))
+        path.append(models[0])
+        value = value[models[0]]
+    if type(value) is not dict:
+        unnamed = not path
+        return Chosen(value, tuple(path), by_rule=True, left_out=tuple(left_out), unnamed=unnamed)
+    nested: Iterable[object] = (key for key, item in value.items() if _holds_plainly(item, plain))
+    if path:
+        # Nested modules are fine there, but a training loop may keep more than its model under this key.
+        nested = (
+            k for k in nested if k in MODELS or (type(k) is str and k.lower().startswith("optim"))
+        )
+    return Chosen(
+        value,
+        tuple(path),
+        by_rule=True,
+        left_out=tuple(left_out),
+        nested=tuple(_some(nested)),
+    )
+
+
+def _holds_plainly(value: object, clean: set[int]) -> bool:
+    """Whether dicts, lists and tuples alone lead to a tensor: what stands in an object cannot be chosen."""
+    return holds_tensors(value, clean, inside_objects=False)
+
+
+def _with_tensors(value: dict[object, object], clean: set[int], *, but: str) -> list[object]:
+    """A few keys, other than ``but``, of tensors or of what holds some."""
+    return _some(
+        key
+        for key, item in value.items()
+        if key != but and (isinstance(item, Tensor | Unpackable) or holds_tensors(item, clean))
+    )
+
+
+def _some(keys: Iterable[object]) -> list[object]:
+    """As many as a message lists, and one more: finding them all may take long."""
+    return [key for key, _ in zip(keys, range(MAX_LISTED + 1))]
+
+
+def _resolved(value: object, text: str) -> tuple[str, ...] | None:
+    """The steps that ``text`` stands for: of all ways to cut it at dots, that with the longest first step there is."""
+    todo: list[tuple[object, str, tuple[str, ...]]] = [(value, text, ())]
+    while todo:
+        here, rest, path = todo.pop()
+        if len(path) > MAX_DEPTH:
+            continue
+        cuts = [at for at, character in enumerate(rest) if character == "."]
+        for at in cuts:  # the shortest step is pushed first, and so looked at last
+            found = _at(here, (rest[:at],))
+            if found is not None:
+                todo.append((found[0], rest[at + 1 :], (*path, rest[:at])))
+        if _at(here, (rest,)) is not None:
+            return (*path, rest)
+    return None
+
+
+def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
+    """What stands at the end of ``path``, in a tuple; None if there is no such way."""
+    for step in path:
+        if type(value) is dict and step in value:
+            value = value[step]
+        elif type(value) is dict and _is_index(step) and int(step) in value:
+            value = value[int(step)]  # an optimizer numbers its parameters
+        elif isinstance(value, list | tuple) and _is_index(step) and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return (value,)
+
+
+def _is_index(step: str) -> bool:
+    return step.isascii() and step.isdecimal() and len(step) < 10 and step == str(int(step))
+
+
+def _keys(value: object) -> str:
+    if isinstance(value, dict):
+        return listed(shown(key) for key in value) or "none"
+    if isinstance(value, list | tuple):
+        return f"0 to {len(value) - 1}" if value else "none"
+    return "none"
+
+
+def _refused(why: str, unknown: Collection[str]) -> UnsupportedCheckpointError:
+    also = f" (it also names {listed(unknown)})" if unknown else ""
+    return UnsupportedCheckpointError(f"{why}{also}")

@@ -1,0 +1,107 @@
+"""What a checkpoint nests where: a table for whoever has to choose a key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.report import human_nbytes
+from stream_pack.sources.torch_save.globals import Storage, Tensor, TypedStorage
+from stream_pack.sources.torch_save.nesting import WHOLE, choose
+from stream_pack.sources.torch_save.state_dict import leaves, shown
+from stream_pack.sources.torch_save.unpickler import Opaque
+
+__all__ = ["Nested", "outline", "outline_text"]
+
+MAX_STEPS = 2
+MAX_ROWS = 1000
+MAX_VISITED = 8_000_000
+"""Values looked at, shared ones each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    """Something in a checkpoint that holds tensors.
+
+    ``path``: the keys that lead to it, none for the whole; a key that is no text is only described.  ``kind``:
+    ``"dict"``, ``"list"``, ``"tuple"``, or the name of an object, whose tensors cannot be chosen.  ``tensors``: how
+    many are anywhere inside.  ``nbytes``: of the storages that they use, each counted once.  ``chosen``: what is taken
+    when no key is given.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    tensors: int
+    nbytes: int
+    chosen: bool
+
+
+def outline(value: object) -> list[Nested]:
+    """What the value of a pickle holds, down to keys of keys; at most 1,000 rows.
+
+    Raises: UnsupportedCheckpointError when values are shared so often that looking at all of them would not end.
+    """
+    chosen = choose(value, None, set())
+    taken = None if chosen.nested or chosen.unnamed else chosen.path
+    clean: set[int] = set()
+    rows = []
+    visited = 0
+    for path, item in _walk(value):
+        seen: set[int] = set()
+        found = (
+            list(leaves(item, clean, seen))
+            if isinstance(item, dict | list | tuple | Opaque)
+            else []
+        )
+        visited += 1 + len(seen)
+        if visited > MAX_VISITED:
+            raise UnsupportedCheckpointError(
+                "the checkpoint shares its values too often to be listed"
+            )
+        if found or not path:
+            nbytes = sum(storage.nbytes for storage in _storages(found))
+            kind = item.name if isinstance(item, Opaque) else type(item).__name__
+            rows.append(Nested(path, kind, len(found), nbytes, path == taken))
+        if len(rows) == MAX_ROWS:
+            break
+    return rows
+
+
+def outline_text(rows: Sequence[Nested]) -> str:
+    """A table for a person."""
+    keys = [".".join(row.path) or WHOLE for row in rows]
+    width = max(len(key) for key in ("key", *keys))
+    lines = [f"{'key':<{width}}  {'tensors':>9}  {'storages':>10}  kind"]
+    for key, row in zip(keys, rows):
+        taken = "  <- taken when no key is given" if row.chosen else ""
+        lines.append(
+            f"{key:<{width}}  {row.tensors:>9}  {human_nbytes(row.nbytes):>10}  {row.kind}{taken}"
+        )
+    return "\n".join(lines)
+
+
+def _walk(value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    todo: list[tuple[tuple[str, ...], object]] = [((), value)]
+    while todo:
+        path, item = todo.pop()
+        yield path, item
+        if len(path) == MAX_STEPS:
+            continue
+        if isinstance(item, dict):
+            inner: Iterable[tuple[object, object]] = item.items()
+        elif isinstance(item, list | tuple):
+            inner = ((str(number), part) for number, part in enumerate(item))
+        else:
+            continue
+        below = [
+            ((*path, key if type(key) is str else shown(key)), part)
+            for key, part in inner
+            if isinstance(part, dict | list | tuple | Opaque)
+        ]
+        todo.extend(reversed(below))
+
+
+def _storages(found: Iterable[object]) -> Iterable[Storage]:
+    storages = (item.storage for item in found if isinstance(item, Tensor | TypedStorage))
+    return {storage.key: storage for storage in storages}.values()

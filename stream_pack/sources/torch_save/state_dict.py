@@ -1,0 +1,129 @@
+"""Named tensors, as they are found in the value that a checkpoint's pickle describes, and words about that value.
+
+Nothing here recurses over what a file nests, and no message grows with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.sources.torch_save.unpickler import Callee, OddKey, Opaque
+
+__all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "listed", "shown", "what_it_is"]
+
+MAX_LISTED = 20
+MAX_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateDict:
+    """Tensors by name, in the order of the pickle; ``ignored`` counts the values beside them that are no tensors.
+
+    ``remarks``: what a person should know of how they were found.
+    """
+
+    tensors: dict[str, Tensor]
+    ignored: int
+    remarks: tuple[str, ...] = ()
+
+
+Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
+"""From the value of a pickle, and the names met in it that nobody knows, to its tensors."""
+
+
+def leaves(
+    value: object,
+    clean: set[int],
+    seen: set[int] | None = None,
+    *,
+    inside_objects: bool = True,
+) -> Iterator[Tensor | Unpackable | TypedStorage]:
+    """The tensors anywhere inside ``value``, each once; each object is looked at once.
+
+    ``clean`` holds the ids of objects that are known to hold none, and grows when there are none here: the values of
+    many keys may share most of what they hold.  ``seen`` is filled with the ids of all that was looked at, for
+    whoever has to count them.  Without ``inside_objects``, what stands in an object of unknown code is not looked at;
+    such calls have a ``clean`` of their own.
+    """
+    if id(value) in clean:
+        return
+    seen = set() if seen is None else seen
+    seen.add(id(value))
+    todo: list[object] = [value]
+    found = False
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Tensor | Unpackable | TypedStorage):
+            found = True
+            yield item
+            continue
+        if isinstance(item, dict):
+            inner: Iterable[object] = [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            inner = item
+        elif isinstance(item, Opaque) and inside_objects:
+            inner = item.parts
+        elif isinstance(item, OddKey):
+            inner = (item.key,)
+        else:
+            continue
+        for part in inner:
+            if isinstance(part, str | int | float) or id(part) in seen or id(part) in clean:
+                continue
+            seen.add(id(part))
+            todo.append(part)
+    if not found:
+        clean |= seen
+
+
+def holds_tensors(value: object, clean: set[int], *, inside_objects: bool = True) -> bool:
+    """Whether a tensor is anywhere inside ``value``; ``clean`` and ``inside_objects`` as for :func:`leaves`."""
+    if not isinstance(value, dict | list | tuple | Opaque):
+        return False
+    return next(leaves(value, clean, inside_objects=inside_objects), None) is not None
+
+
+def shown(value: object) -> str:
+    """A key in a message: short, whatever it is."""
+    if isinstance(value, OddKey):
+        value = value.key
+    if type(value) is tuple:
+        inner = ", ".join("..." if type(v) is tuple else shown(v) for v in value[:4])
+        return f"({inner}{', ...' if len(value) > 4 else ''})"
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        text = repr(value if not isinstance(value, str | bytes) else value[:MAX_SHOWN])
+        return text if len(text) <= 2 * MAX_SHOWN else text[: 2 * MAX_SHOWN] + "..."
+    return f"<{value.name[:MAX_SHOWN] if isinstance(value, Opaque) else type(value).__name__}>"
+
+
+def listed(texts: Iterable[str], separator: str = ", ") -> str:
+    """Texts in a message: a few of them, and how many more there are."""
+    texts = list(texts)
+    more = f"{separator}and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
+    return separator.join(text[: 10 * MAX_SHOWN] for text in texts[:MAX_LISTED]) + more
+
+
+def what_it_is(value: object) -> str:
+    """What stands where a dict of tensors was expected, and what to do about it."""
+    if type(value) is Tensor:
+        return "a single tensor, which has no name: save {'name': tensor}"
+    if type(value) is Unpackable:
+        return f"a single tensor without a name, and it is {value.what}: {value.advice}"
+    if isinstance(value, list | tuple):
+        return (
+            f"a {type(value).__name__}, whose tensors have no names: save a dict of them, or choose one of its items "
+            "by number (--key 0, key=) or all of them (--key .)"
+        )
+    if type(value) is Opaque and any(
+        isinstance(part, dict) and "_modules" in part for part in value.parts
+    ):
+        return (
+            f"a whole pickled module, {value.name[:MAX_SHOWN]}, which only its own code could rebuild: "
+            "save its state_dict() instead"
+        )
+    if isinstance(value, Opaque | Callee):
+        return f"an object, {value.name[:MAX_SHOWN]}: save a dict of names to tensors"
+    return f"{shown(value)}, not a dict of names to tensors"

@@ -1,0 +1,150 @@
+"""Every tensor below a value of a checkpoint, under the name that the way to it gives.
+
+Nested dicts become dotted names, and the items of lists and tuples are called by their number: ``{"a": {"b": [x]}}`` is
+``a.b.0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.sources.torch_save.state_dict import holds_tensors, leaves, listed, shown
+from stream_pack.sources.torch_save.unpickler import Opaque
+
+__all__ = ["MAX_DEPTH", "Found"]
+
+MAX_DEPTH = 100
+"""Dicts in dicts around a tensor that is to get a name: modules nest a dozen."""
+MAX_NAMES_NBYTES = 256 << 20
+"""All names together, as much as a pickle may have: what is below a shared dict is named under each of its keys."""
+MAX_VISITED = 8_000_000
+"""Values looked at, shared ones each time: a model of a million tensors and its optimizer have four millions."""
+
+
+class Found:
+    """What is found below a value; ``refused`` and ``objects`` say where, for messages.
+
+    ``clean``: as for :func:`stream_pack.sources.torch_save.state_dict.leaves`.
+    """
+
+    def __init__(self, clean: set[int]) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.refused: list[str] = []
+        self.objects: list[str] = []
+        self.ignored = 0
+        self._inside_objects = 0
+        self._clean = clean
+
+    def collect(self, root: dict[object, object] | list[object] | tuple[object, ...]) -> None:
+        """Name every tensor below ``root``, in the order of the pickle."""
+        visited = names_nbytes = 0
+        levels = [_Level(_items(root), "", id(root), 0, -1)]
+        while levels:
+            level = levels[-1]
+            pair = next(level.items, None)
+            if pair is None:
+                levels.pop()
+                if self._met() == level.met and levels:
+                    self._clean.add(level.identity)
+                    self.ignored = level.ignored + 1
+                continue
+            visited += 1
+            if visited > MAX_VISITED:
+                raise UnsupportedCheckpointError(
+                    f"the checkpoint nests more than {MAX_VISITED} values: choose a part of it with --key (key=)"
+                )
+            key, item = pair
+            kind = type(item)
+            if kind is Tensor or kind is Unpackable or kind is TypedStorage:
+                name = self._name(level.prefix, key)
+                names_nbytes += len(name) + 1
+                self._take(name, item)
+            elif kind is Opaque:
+                seen: set[int] = set()
+                inside = sum(1 for _ in leaves(item, self._clean, seen))
+                visited += len(seen)
+                self._inside_objects += inside
+                if inside:
+                    self.objects.append(f"{_path(level.prefix, key)}, a {shown(item)}")
+                else:
+                    self.ignored += 1
+            elif not isinstance(item, dict | list | tuple) or id(item) in self._clean:
+                self.ignored += 1
+            elif type(key) is str and len(levels) < MAX_DEPTH:
+                prefix = f"{level.prefix}{key}."
+                names_nbytes += len(prefix)
+                levels.append(_Level(_items(item), prefix, id(item), self.ignored, self._met()))
+            elif holds_tensors(item, self._clean):
+                self._name(level.prefix, key)
+                raise UnsupportedCheckpointError(
+                    f"tensors are nested more than {MAX_DEPTH} levels deep, below {level.prefix[:200]!r}: choose a "
+                    "part of the checkpoint with --key (key=)"
+                )
+            else:
+                self.ignored += 1
+            if names_nbytes > MAX_NAMES_NBYTES:
+                raise UnsupportedCheckpointError(
+                    f"the names of the tensors take more than {MAX_NAMES_NBYTES} bytes: choose a part of the "
+                    "checkpoint with --key (key=)"
+                )
+
+    def remarks(self, unknown: Collection[str]) -> Iterator[str]:
+        """What was left out."""
+        if self.ignored:
+            yield f"values that are no tensors, left out: {self.ignored}"
+        if unknown or self.objects:
+            inside = self._inside_objects
+            tensors = f", and the tensors inside them ({inside})" if inside else ""
+            yield (
+                f"objects that only code could rebuild were left out{tensors}: "
+                f"{listed(unknown) if unknown else listed(self.objects)}"
+            )
+
+    def _met(self) -> int:
+        return len(self.tensors) + len(self.refused) + len(self.objects)
+
+    def _take(self, name: str, item: object) -> None:
+        if type(item) is Tensor:
+            if name in self.tensors:
+                raise UnsupportedCheckpointError(
+                    f"two tensors are named {shown(name)}: one under a key that holds a dot, the other nested; "
+                    "choose a part of the checkpoint with --key (key=)"
+                )
+            self.tensors[name] = item
+        elif type(item) is Unpackable:
+            self.refused.append(f"tensor {shown(name)} is {item.what}: {item.advice}")
+        else:
+            self.refused.append(f"{shown(name)} is a bare storage: save a tensor of it")
+
+    def _name(self, prefix: str, key: object) -> str:
+        if type(key) is not str:
+            below = f" below {prefix[:-1][:200]!r}" if prefix else ""
+            raise UnsupportedCheckpointError(
+                f"a tensor stands under the key {shown(key)}{below}: only text can name a tensor"
+            )
+        return prefix + key
+
+
+@dataclass(slots=True)
+class _Level:
+    """A dict or list that is being looked through; ``ignored`` and ``met``: the counts before it."""
+
+    items: Iterator[tuple[object, object]]
+    prefix: str
+    identity: int
+    ignored: int
+    met: int
+
+
+def _items(value: object) -> Iterator[tuple[object, object]]:
+    if isinstance(value, dict):
+        return iter(value.items())
+    assert isinstance(value, list | tuple)
+    return ((str(number), item) for number, item in enumerate(value))
+
+
+def _path(prefix: str, key: object) -> str:
+    return shown(f"{prefix}{key}") if type(key) is str else f"{shown(prefix)} / {shown(key)}"

@@ -1,0 +1,89 @@
+"""From the tensors that a checkpoint's pickle describes to a catalog, and to how each of them is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stream_pack.errors import TruncatedSourceError
+from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.pipeline.geometry import Recipe, recipe
+from stream_pack.sources.torch_save.globals import Storage
+from stream_pack.sources.torch_save.state_dict import StateDict
+
+__all__ = ["TorchTensors", "catalog_tensors"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchTensors:
+    """The catalog, and what is behind its storages.
+
+    Views of a storage share it; everything else is *derived*.  ``storages``: torch's own, by number.  ``recipes`` and
+    ``made_from``: of each derived storage.  ``derived``: the numbers of all that are made from one of torch's.
+    """
+
+    catalog: Catalog
+    storages: list[Storage]
+    recipes: Mapping[int, Recipe]
+    made_from: Mapping[int, Storage]
+    derived: Mapping[str, list[int]]
+
+
+def catalog_tensors(
+    state_dict: StateDict,
+    storages: Mapping[str, Storage],
+    *,
+    big_endian: bool,
+    file_nbytes: int | None,
+) -> TorchTensors:
+    """Check every tensor's geometry, and list them.
+
+    Storages are numbered in the order of ``storages``.  ``file_nbytes``: the length of the file that holds them, if
+    they are stored as they are and it is known.
+
+    Raises: UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError.
+    """
+    storages_nbytes = sum(storage.nbytes for storage in storages.values())
+    if file_nbytes is not None and storages_nbytes > file_nbytes:
+        raise TruncatedSourceError(
+            f"the checkpoint's storages have {storages_nbytes} bytes, the file only {file_nbytes}: "
+            "it was cut short, or only some of its records are compressed (then pipe it in: cat FILE | ...)"
+        )
+    numbers = {key: number for number, key in enumerate(storages)}
+    builder = CatalogBuilder()
+    known: dict[tuple[int, Recipe], int] = {}
+    recipes: dict[int, Recipe] = {}
+    made_from: dict[int, Storage] = {}
+    derived: dict[str, list[int]] = {}
+    for name, tensor in state_dict.tensors.items():
+        storage = tensor.storage
+        number, start = numbers[storage.key], 0
+        if 0 not in tensor.shape:
+            made = recipe(
+                name,
+                dtype=tensor.dtype,
+                offset=tensor.offset,
+                shape=tensor.shape,
+                strides=tensor.strides,
+                storage_nbytes=storage.nbytes,
+                big_endian=big_endian,
+                conj=tensor.conj,
+                neg=tensor.neg,
+            )
+            if made.contiguous:
+                start = made.start
+            else:
+                new = known.setdefault((number, made), len(storages) + len(known))
+                if new not in recipes:
+                    recipes[new] = made
+                    made_from[new] = storage
+                    derived.setdefault(storage.key, []).append(new)
+                    builder.derive(new, of=number, begin=made.start, end=made.end)
+                number = new
+        shape = tensor.shape
+        if DTYPES[tensor.dtype].torch_pairs and shape:
+            shape = (*shape[:-1], 2 * shape[-1])
+        builder.add(name, tensor.dtype, shape, storage=number, start=start)
+    catalog = builder.build(storages_nbytes=storages_nbytes)
+    return TorchTensors(catalog, list(storages.values()), recipes, made_from, derived)

@@ -1,0 +1,117 @@
+"""Checkpoints as ``torch.save`` has written them since torch 1.6, as a source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from zlib import crc32
+
+from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.sources.torch_save.archive import TorchArchive, is_pickle
+from stream_pack.sources.torch_save.container import Data, End
+from stream_pack.sources.torch_save.nesting import flattening
+from stream_pack.sources.torch_save.source import Step, TorchSource
+from stream_pack.sources.torch_save.state_dict import Flatten
+from stream_pack.sources.torch_save.zip_records import peek_name
+
+__all__ = ["TorchZipSource"]
+
+
+class TorchZipSource(TorchSource):
+    """The tensors of one torch.save archive, from a file or a pipe.
+
+    Takes over ``stream``, which stands at the archive's first byte, and closes it.  ``flatten`` finds the tensors in
+    what the pickle describes.
+
+    From a pipe, an archive whose pickle is not its first record goes into ``spool``, all of it, before anything about
+    it is known; None refuses it.
+
+    Raises: UnsupportedCheckpointError, UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError; OSError.
+    """
+
+    def __init__(
+        self, stream: ByteStream, *, flatten: Flatten | None = None, spool: Spool | None = None
+    ) -> None:
+        self._spooled: SpoolFile | None = None
+        if spool is not None and stream.regular_file is None and not _begins_with_pickle(stream):
+            self._spooled = _spooled(stream, spool)
+            stream.close()
+            stream = ByteStream(self._spooled.fileno())
+        try:
+            self._archive = TorchArchive(stream, flatten=flatten or flattening())
+            super().__init__(stream, self._archive)
+        except BaseException:
+            if self._spooled is not None:
+                self._spooled.close()
+            raise
+
+    @property
+    def kind(self) -> str:
+        return "torch zip"
+
+    @property
+    def spool_nbytes(self) -> int:
+        return super().spool_nbytes + (self._spooled.nbytes if self._spooled is not None else 0)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        if self._spooled is None:
+            return super().remarks
+        remark = (
+            "the archive's first record is not data.pkl, so that its tensors are known only at its end: all of it, "
+            f"{self._spooled.nbytes} bytes, went through a temporary file"
+        )
+        return (*super().remarks, remark)
+
+    @property
+    def unreferenced(self) -> int:
+        """How many records of the archive no tensor names; complete after :meth:`stream`."""
+        return self._archive.unreferenced
+
+    @property
+    def verification(self) -> str:
+        verified, unverified = self._archive.verified, self._archive.unverified
+        if not unverified:
+            return "CRC-32 of every record verified"
+        if not verified:
+            return "the source carries no checksums"
+        return f"CRC-32 of {verified} records verified; {unverified} carry none"
+
+    def close(self) -> None:
+        super().close()
+        if self._spooled is not None:
+            self._spooled.close()
+
+    def _checked(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Compare the CRC-32 of every record that passes with what the archive says."""
+        crc = 0
+        for step in steps:
+            event = step[0]
+            if isinstance(event, Data):
+                if event.fresh:
+                    crc = crc32(event.chunk, crc)
+            elif isinstance(event, End):
+                self._archive.verify(event.name, event.crc, crc)
+                crc = 0
+            yield step
+
+
+def _begins_with_pickle(stream: ByteStream) -> bool:
+    name = peek_name(stream)
+    return name is None or is_pickle(name)  # what begins with no record is refused without a spool
+
+
+def _spooled(stream: ByteStream, spool: Spool) -> SpoolFile:
+    """All of ``stream`` in a temporary file."""
+    spooled = spool.open(
+        why="the archive comes through a pipe and does not begin with data.pkl", nbytes=None
+    )
+    try:
+        while some := stream.read_some():
+            spooled.append(some)
+        os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from where it stands
+    except BaseException:
+        spooled.close()
+        raise
+    return spooled

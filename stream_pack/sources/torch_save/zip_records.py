@@ -1,0 +1,341 @@
+"""The records of a zip archive as they pass by in a stream: header, payload, descriptor, and the directory at the end.
+
+Records are stored, as ``torch.save`` writes them, or deflated, as a program that has packed them again may leave them.
+A signature proves nothing: payloads may hold any of them, so a record's end is where its length says, where its
+deflated bytes end, or where a descriptor agrees with both the length and the CRC-32 of all bytes before it.
+
+Source: APPNOTE.TXT 6.3.10, sections 4.3 to 4.5; torch's own writer (caffe2/serialize, miniz).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from struct import Struct
+from zlib import crc32
+
+from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError
+from stream_pack.pipeline.bytestream import ByteStream
+
+__all__ = [
+    "DirectoryEntry",
+    "LocalHeader",
+    "find_directory",
+    "peek_name",
+    "read_descriptor",
+    "read_directory",
+    "read_local_header",
+    "scan_payload",
+    "shown",
+]
+
+LOCAL = b"PK\3\4"
+DESCRIPTOR = b"PK\7\10"
+ENTRY = b"PK\1\2"
+ZIP64_END = b"PK\6\6"
+ZIP64_LOCATOR = b"PK\6\7"
+END = b"PK\5\6"
+
+STORED, DEFLATED = 0, 8
+FLAG_ENCRYPTED = 1 << 0
+FLAG_STREAMED = 1 << 3
+ZIP64_EXTRA = 0x0001
+U16_MAX, U32_MAX = 0xFFFF, 0xFFFFFFFF
+
+# Fields behind the four bytes of the signature.
+_LOCAL = Struct(
+    "<5H3I2H"
+)  # version, flags, method, time, date; crc, sizes; lengths of name and extra
+_ENTRY = Struct(
+    "<6H3I5H2I"
+)  # as above after "made by"; + comment, disk, attributes; attributes, offset
+_ZIP64_END = Struct(
+    "<Q2H2I4Q"
+)  # size of the rest; versions; disks; entries here, in all; size, offset
+_ZIP64_LOCATOR = Struct("<IQI")
+_END = Struct("<4H2IH")  # disks; entries here, in all; size, offset; comment
+_NARROW = Struct("<3I")  # a descriptor: crc, compressed and plain length
+_WIDE = Struct("<I2Q")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHeader:
+    """What stands before a record's payload.
+
+    Units: ``position`` counts bytes from the archive's start to the header.  ``streamed`` (flag bit 3): length and
+    CRC come in a descriptor behind the payload, ``wide`` with 8-byte lengths; else ``nbytes``, ``packed_nbytes`` (as
+    stored in the archive) and ``crc`` hold them.  ``deflated``: the payload is compressed.
+    """
+
+    position: int
+    name: str
+    streamed: bool
+    wide: bool
+    deflated: bool
+    nbytes: int
+    packed_nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryEntry:
+    """What the directory at the archive's end says of a record.  ``method``: None if it is encrypted."""
+
+    position: int
+    name: str
+    nbytes: int
+    packed_nbytes: int
+    crc: int
+    method: int | None
+
+
+def peek_name(stream: ByteStream) -> str | None:
+    """The name of the record whose header comes next, and stays unread; None where no header begins."""
+    fixed = stream.peek(4 + _LOCAL.size)
+    if fixed[:4] != LOCAL or len(fixed) < 4 + _LOCAL.size:
+        return None
+    name_nbytes = _LOCAL.unpack(fixed[4:])[-2]
+    return _name(memoryview(stream.peek(len(fixed) + name_nbytes))[len(fixed) :])
+
+
+def read_local_header(stream: ByteStream) -> LocalHeader | None:
+    """The header of the next record, or None where the directory begins.
+
+    Raises: UnsupportedCheckpointError for encrypted records, or such as are compressed by another method than deflate;
+    TruncatedSourceError; SourceError when something else stands here.
+    """
+    position = stream.position
+    signature = stream.peek(4)
+    if signature in (ENTRY, ZIP64_END, END):
+        return None
+    if len(signature) < 4:
+        raise TruncatedSourceError(
+            f"the archive ends at byte {position + len(signature)}, before its directory: it was cut short"
+        )
+    if signature != LOCAL:
+        raise SourceError(
+            f"byte {position} of the archive: expected the header of a record, found {signature.hex(' ')}"
+        )
+    what = "the header of a record"
+    fixed = stream.read_exactly(4 + _LOCAL.size, what=what)
+    _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(
+        fixed[4:]
+    )
+    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(behind[:name_nbytes])
+    extra = _zip64_extra(behind[name_nbytes:])
+    if flags & FLAG_ENCRYPTED:
+        raise UnsupportedCheckpointError(
+            f"record {shown(name)} is encrypted: decrypt the archive first"
+        )
+    if method not in (STORED, DEFLATED):
+        raise UnsupportedCheckpointError(
+            f"record {shown(name)} is compressed by method {method}; torch.save stores its records as they are: "
+            "save the checkpoint again, or zip it without compression (zip -0)"
+        )
+    streamed = bool(flags & FLAG_STREAMED)
+    if not streamed and extra is not None:
+        sizes = iter(_u64s(extra))
+        nbytes = next(sizes, nbytes) if nbytes == U32_MAX else nbytes
+        packed = next(sizes, packed) if packed == U32_MAX else packed
+    if not streamed and method == STORED and packed != nbytes:
+        raise SourceError(f"record {shown(name)} is stored, with the lengths {packed} and {nbytes}")
+    deflated = method == DEFLATED
+    return LocalHeader(position, name, streamed, extra is not None, deflated, nbytes, packed, crc)
+
+
+def read_descriptor(
+    stream: ByteStream, header: LocalHeader, nbytes: int, packed_nbytes: int
+) -> int:
+    """The CRC-32 of the payload of ``nbytes`` bytes, from ``packed_nbytes`` bytes of the archive, that has just been
+    read, as the archive states it.
+
+    Raises: SourceError when the archive does not say here that the payload has these lengths.
+    """
+    if not header.streamed:
+        crc, packed, stated = header.crc, header.packed_nbytes, header.nbytes
+    else:
+        layout = _WIDE if header.wide else _NARROW
+        data = stream.peek(4 + layout.size)
+        if data[:4] != DESCRIPTOR[: len(data)]:
+            raise SourceError(
+                f"record {shown(header.name)} does not end after {nbytes} bytes: no data descriptor at byte "
+                f"{stream.position} of the archive; bytes were lost (a short write upstream?) or the length is wrong"
+            )
+        fields = stream.read_exactly(
+            4 + layout.size, what=f"the descriptor of {shown(header.name)}"
+        )
+        crc, packed, stated = layout.unpack(fields[4:])
+        if packed != stated and not header.deflated:
+            raise SourceError(
+                f"record {shown(header.name)} is stored, with the lengths {packed} and {stated}"
+            )
+    if stated != nbytes:
+        raise SourceError(
+            f"record {shown(header.name)} has {stated} bytes, says the archive; {nbytes} were expected"
+        )
+    if packed != packed_nbytes:
+        raise SourceError(
+            f"record {shown(header.name)} has {packed} compressed bytes, says the archive; it took {packed_nbytes}"
+        )
+    return int(crc)
+
+
+def scan_payload(stream: ByteStream, header: LocalHeader) -> Iterator[bytes]:
+    """The payload of a streamed record of unknown length, in pieces; then the stream stands before its descriptor.
+
+    A payload that begins like the descriptor of an empty record is taken for one: what follows will not add up.
+
+    Raises: TruncatedSourceError when no descriptor ends it.
+    """
+    layout = _WIDE if header.wide else _NARROW
+    behind = 4 + layout.size + 4  # a descriptor, and the signature of what follows it
+    data, begin = b"", 0
+    passed = crc = 0  # of the payload before data[begin]
+    while True:
+        at = data.find(DESCRIPTOR, begin)
+        end = at if at >= 0 else max(begin, len(data) - 3)
+        if at == begin and at + behind <= len(data):
+            stated, _, nbytes = layout.unpack_from(data, at + 4)
+            follows = data[at + behind - 4 : at + behind]
+            if nbytes == passed and stated in (0, crc) and follows in (LOCAL, ENTRY):
+                stream.unread(data[at:])
+                return
+            end = at + 1
+        if end > begin:
+            piece = data[begin:end]
+            crc = crc32(piece, crc)
+            passed += len(piece)
+            begin = end
+            yield piece
+        if at < 0 or at + behind > len(data):
+            more = stream.read_some()
+            if not more:
+                raise TruncatedSourceError(
+                    f"record {shown(header.name)} begins at byte {header.position} of the archive, and no data "
+                    "descriptor ends it: the archive was cut short or damaged"
+                )
+            data, begin = data[begin:] + more, 0
+
+
+def find_directory(stream: ByteStream) -> int:
+    """Where the directory of an archive in a regular file begins.
+
+    Raises: SourceError when there is none.
+    """
+    nbytes = stream.file_nbytes or 0
+    # The end record closes the file; a comment behind it has at most 65,535 bytes.
+    tail_begin = max(0, nbytes - 4 - _END.size - U16_MAX)
+    stream.seek(tail_begin)
+    tail = stream.peek(nbytes - tail_begin)
+    at = tail.rfind(END)
+    if at < 0 or at + 4 + _END.size > len(tail):
+        raise TruncatedSourceError(
+            "the archive has no directory at its end: it was cut short, or bytes follow it"
+        )
+    offset = int(_END.unpack_from(tail, at + 4)[5])
+    locator = at - 4 - _ZIP64_LOCATOR.size
+    if locator >= 0 and tail[locator : locator + 4] == ZIP64_LOCATOR:
+        end64 = int(_ZIP64_LOCATOR.unpack_from(tail, locator + 4)[1])
+        if end64 < nbytes:
+            stream.seek(end64)
+            record = stream.peek(4 + _ZIP64_END.size)
+            if record[:4] == ZIP64_END and len(record) == 4 + _ZIP64_END.size:
+                offset = int(_ZIP64_END.unpack_from(record, 4)[8])
+    if offset >= nbytes:
+        raise SourceError(f"the archive's directory is said to begin at byte {offset} of {nbytes}")
+    return offset
+
+
+def read_directory(stream: ByteStream) -> Iterator[DirectoryEntry]:
+    """The directory that begins here, up to the end of the archive and of the stream, which are checked when the
+    iterator ends.
+
+    Raises: SourceError when it contradicts itself, or bytes follow; TruncatedSourceError.
+    """
+    begin = stream.position
+    count = 0
+    while stream.peek(4) == ENTRY:
+        yield _read_entry(stream)
+        count += 1
+    end = stream.position
+    what = "the end of the archive's directory"
+    wide: tuple[int, int, int] | None = None
+    if stream.peek(4) == ZIP64_END:
+        fields = _ZIP64_END.unpack(stream.read_exactly(4 + _ZIP64_END.size, what=what)[4:])
+        if fields[0] != _ZIP64_END.size - 8 or any(fields[3:5]) or fields[5] != fields[6]:
+            raise SourceError("the archive's zip64 end record is damaged")
+        wide = fields[6:9]
+        locator = stream.read_exactly(4 + _ZIP64_LOCATOR.size, what=what)
+        if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (0, end, 1):
+            raise SourceError("the archive's zip64 locator is damaged")
+    last = stream.read_exactly(4 + _END.size, what=what)
+    disk, directory_disk, here, *narrow, comment_nbytes = _END.unpack(last[4:])
+    if bytes(last[:4]) != END or disk not in (0, U16_MAX) or directory_disk not in (0, U16_MAX):
+        raise SourceError(
+            f"the archive's end record, at byte {stream.position - len(last)}, is damaged"
+        )
+    found = (count, end - begin, begin)
+    limits = (U16_MAX, U32_MAX, U32_MAX)
+    plain = tuple(narrow)
+    if (
+        here != plain[0]
+        or (wide is not None and wide != found)
+        or any(p != f and (p != m or wide is None) for p, f, m in zip(plain, found, limits))
+    ):
+        raise SourceError(
+            f"the archive's directory has {found[0]} entries in {found[1]} bytes from byte {found[2]} on; "
+            f"its end record says {wide or plain}"
+        )
+    stream.skip(comment_nbytes, what="the archive's comment")
+    if not stream.at_end():
+        raise SourceError(
+            f"bytes follow the end of the archive at byte {stream.position}: trailing data, or a second archive"
+        )
+
+
+def _read_entry(stream: ByteStream) -> DirectoryEntry:
+    what = "the archive's directory"
+    fixed = _ENTRY.unpack(stream.read_exactly(4 + _ENTRY.size, what=what)[4:])
+    _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = fixed[:11]
+    comment_nbytes, disk, position = fixed[11], fixed[12], fixed[15]
+    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(behind[:name_nbytes])
+    extra = _zip64_extra(behind[name_nbytes:])
+    stream.skip(comment_nbytes, what=what)
+    if extra is not None:
+        wide = iter(_u64s(extra))
+        nbytes = next(wide, nbytes) if nbytes == U32_MAX else nbytes
+        packed = next(wide, packed) if packed == U32_MAX else packed
+        position = next(wide, position) if position == U32_MAX else position
+    if disk not in (0, U16_MAX):
+        raise SourceError("the archive is one part of several: join them first")
+    return DirectoryEntry(
+        position, name, nbytes, packed, crc, None if flags & FLAG_ENCRYPTED else method
+    )
+
+
+def shown(name: str) -> str:
+    """A record's name in a message: names may have 65,535 bytes of anything."""
+    return repr(name) if len(name) <= 200 else f"{name[:200]!r}..."
+
+
+def _name(data: memoryview) -> str:
+    # Reversible for any bytes, so that two different names stay different.
+    return bytes(data).decode("utf-8", "surrogateescape")
+
+
+def _zip64_extra(extra: memoryview) -> bytes | None:
+    """The content of extra field 0x0001, or None.  Alignment padding need not be a well-formed field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind = int.from_bytes(extra[at : at + 2], "little")
+        nbytes = int.from_bytes(extra[at + 2 : at + 4], "little")
+        if kind == ZIP64_EXTRA:
+            return bytes(extra[at + 4 : at + 4 + nbytes])
+        at += 4 + nbytes
+    return None
+
+
+def _u64s(data: bytes) -> list[int]:
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data) - 7, 8)]

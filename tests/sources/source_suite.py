@@ -1,0 +1,230 @@
+"""What every source owes: a test class that the tests of each source inherit.
+
+A subclass says how to make the source (fixture ``make``) and, from somewhere else, what is in it
+(fixture ``expected``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeAlias
+
+import numpy as np
+import pytest
+
+from stream_pack.format.catalog import Catalog
+from stream_pack.format.dtypes import DTYPES
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.spool import Spool
+
+__all__ = [
+    "Expected",
+    "MakeSource",
+    "SourceSuite",
+    "catalog_rows",
+    "collect",
+    "options",
+    "requests_for",
+]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One tensor, as an independent reader sees it: ``data`` is row-major and little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+MakeSource: TypeAlias = Callable[[], Source]
+
+
+def options(
+    *,
+    chunk_nbytes: int = 4 * MIB,
+    jobs: int = 1,
+    in_order: bool = False,
+    spool: Spool | None = None,
+) -> StreamOptions:
+    """Stream options; without ``spool`` there is no disk space to be had."""
+    return StreamOptions(
+        chunk_nbytes=chunk_nbytes, jobs=jobs, in_order=in_order, spool=spool or Spool(None)
+    )
+
+
+def catalog_rows(catalog: Catalog) -> list[tuple[str, str, tuple[int, ...], int]]:
+    """(name, dtype, shape, nbytes) of every tensor."""
+    return [
+        (name, DTYPES[catalog.dtypes[k]].name, catalog.shape(k), int(catalog.nbytes[k]))
+        for k, name in enumerate(catalog.names)
+    ]
+
+
+def requests_for(
+    catalog: Catalog, tensors: Iterable[int] | None = None
+) -> tuple[list[int], Requests]:
+    """One buffer for each of ``tensors`` (default: all) that has bytes; returns these tensors too."""
+    chosen = range(len(catalog)) if tensors is None else tensors
+    kept = [k for k in chosen if catalog.nbytes[k]]
+    requests = Requests(
+        storages=catalog.storages[kept], starts=catalog.starts[kept], nbytes=catalog.nbytes[kept]
+    )
+    return kept, requests
+
+
+def ranges(rows: Iterable[tuple[int, int, int]]) -> Requests:
+    """Requests from (storage, start, nbytes)."""
+    columns = np.array(list(rows), np.int64).reshape(-1, 3)
+    return Requests(storages=columns[:, 0], starts=columns[:, 1], nbytes=columns[:, 2])
+
+
+def collect(source: Source, requests: Requests, stream_options: StreamOptions) -> list[bytes]:
+    """The bytes of every buffer, joined only after the last chunk: a source never writes to a chunk again."""
+    chunks: list[list[memoryview | bytes | Zeros]] = [[] for _ in range(len(requests))]
+    for buffer, chunk in source.stream(requests, stream_options):
+        assert len(chunk) > 0
+        if not isinstance(chunk, Zeros):
+            assert len(chunk) <= stream_options.chunk_nbytes
+            assert memoryview(chunk).format == "B"
+            assert memoryview(chunk).c_contiguous
+        chunks[buffer].append(chunk)
+    return [
+        b"".join(bytes(part.nbytes) if isinstance(part, Zeros) else part for part in parts)
+        for parts in chunks
+    ]
+
+
+class SourceSuite:
+    """Inherit as ``class TestX(SourceSuite)`` and define the fixtures ``make`` and ``expected``."""
+
+    chooses_order: ClassVar[bool] = True
+    """Whether the source can give its bytes in any order; a pipe cannot."""
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> MakeSource:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def expected(self) -> dict[str, Expected]:
+        """By name, in the order that the catalog must have."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def spool(self, tmp_path: Path) -> Spool:
+        return Spool(tmp_path)
+
+    def test_the_catalog_is_what_an_independent_reader_sees(
+        self, make: MakeSource, expected: dict[str, Expected]
+    ) -> None:
+        with make() as source:
+            assert catalog_rows(source.catalog) == [
+                (name, tensor.dtype, tensor.shape, len(tensor.data))
+                for name, tensor in expected.items()
+            ]
+
+    @pytest.mark.parametrize("jobs", [1, 4])
+    @pytest.mark.parametrize("chunk_nbytes", [1, 7, 4096, 4 * MIB])
+    def test_every_byte_of_every_tensor_arrives_once_in_its_place(
+        self,
+        make: MakeSource,
+        expected: dict[str, Expected],
+        spool: Spool,
+        chunk_nbytes: int,
+        jobs: int,
+    ) -> None:
+        with make() as source:
+            tensors, requests = requests_for(source.catalog)
+            data = collect(
+                source, requests, options(chunk_nbytes=chunk_nbytes, jobs=jobs, spool=spool)
+            )
+            for k, received in zip(tensors, data, strict=True):
+                name = source.catalog.names[k]
+                assert received == expected[name].data, name
+
+    def test_some_tensors_can_be_left_out(
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
+    ) -> None:
+        with make() as source:
+            every_second = range(1, len(source.catalog), 2)
+            tensors, requests = requests_for(source.catalog, every_second)
+            data = collect(source, requests, options(chunk_nbytes=7, spool=spool))
+            names = [source.catalog.names[k] for k in tensors]
+            assert data == [expected[name].data for name in names]
+
+    def test_a_part_of_a_tensor_can_be_requested(
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
+    ) -> None:
+        with make() as source:
+            catalog = source.catalog
+            tensors = [k for k in range(len(catalog)) if catalog.nbytes[k] >= 3]
+            middles = ranges(
+                (int(catalog.storages[k]), int(catalog.starts[k]) + 1, int(catalog.nbytes[k]) - 2)
+                for k in tensors
+            )
+            data = collect(source, middles, options(chunk_nbytes=7, spool=spool))
+            assert data == [expected[catalog.names[k]].data[1:-1] for k in tensors]
+
+    def test_bytes_that_two_buffers_want_go_to_both(
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
+    ) -> None:
+        with make() as source:
+            tensors, _ = requests_for(source.catalog)
+            twice = [k for k in tensors for _ in range(2)]
+            _, requests = requests_for(source.catalog, twice)
+            data = collect(source, requests, options(chunk_nbytes=7, spool=spool))
+            assert data == [expected[source.catalog.names[k]].data for k in twice]
+
+    def test_in_order_means_one_buffer_after_the_other(
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
+    ) -> None:
+        if not self.chooses_order:
+            return  # A pipe gives its bytes as they come; the writer spools.
+        with make() as source:
+            backwards = range(len(source.catalog) - 1, -1, -1)
+            tensors, requests = requests_for(source.catalog, backwards)
+            stream_options = options(chunk_nbytes=7, jobs=4, in_order=True, spool=spool)
+            pieces = [(b, bytes(chunk)) for b, chunk in source.stream(requests, stream_options)]  # type: ignore[arg-type]
+            buffers = [buffer for buffer, _ in pieces]
+            assert buffers == sorted(buffers)
+            data = [b"".join(part for b, part in pieces if b == n) for n in range(len(tensors))]
+            assert data == [expected[source.catalog.names[k]].data for k in tensors]
+
+    def test_a_source_that_nobody_wants_bytes_of_still_ends_well(
+        self, make: MakeSource, spool: Spool
+    ) -> None:
+        with make() as source:
+            assert collect(source, ranges([]), options(spool=spool)) == []
+            assert source.verification
+
+    def test_the_spool_takes_no_more_than_was_announced(
+        self, make: MakeSource, spool: Spool
+    ) -> None:
+        with make() as source:
+            announced = source.spool_nbytes
+            _, requests = requests_for(source.catalog)
+            collect(source, requests, options(spool=spool))
+            assert spool.peak_nbytes <= announced
+
+    def test_it_tells_what_it_is_and_what_it_verified(self, make: MakeSource, spool: Spool) -> None:
+        with make() as source:
+            _, requests = requests_for(source.catalog)
+            collect(source, requests, options(spool=spool))
+            assert source.kind
+            assert source.verification
+
+    def test_closing_twice_and_closing_early_are_both_fine(self, make: MakeSource) -> None:
+        source = make()
+        source.close()
+        source.close()
+
+    def test_a_stream_can_be_left_half_way(self, make: MakeSource, spool: Spool) -> None:
+        with make() as source:
+            _, requests = requests_for(source.catalog)
+            stream = source.stream(requests, options(chunk_nbytes=1, spool=spool))
+            assert next(iter(stream), None) is not None
+            stream.close()  # type: ignore[attr-defined]
