@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from stream_pack.errors import MetalBufferError, UnsupportedDtype
 from stream_pack.metal.device import Buffer
 from stream_pack.metal.rules import MPS_DATA_TYPES
-
-if TYPE_CHECKING:
-    from stream_pack.metal.weights import Weights
 
 __all__ = ["MetalView", "no_buffer"]
 
@@ -38,7 +35,7 @@ class MetalView:
     nbytes: int
     offset: int
     _buffer: Buffer | None
-    _weights: Weights
+    _own_buffer: Callable[[str], Buffer]
 
     def __repr__(self) -> str:
         place = f"{self.nbytes} bytes at {self.offset} of {self._buffer}"
@@ -56,7 +53,7 @@ class MetalView:
 
     def own_buffer(self) -> Buffer:
         """See :meth:`Weights.own_buffer`."""
-        return self._weights.own_buffer(self.name)
+        return self._own_buffer(self.name)
 
     @property
     def mps_dtype(self) -> int:

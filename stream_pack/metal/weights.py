@@ -194,7 +194,9 @@ class Weights(Mapping[str, MetalView]):
             buffer = self._window(window)
             offset = view.offset - int(self._plan.begins[window])
             self._used(buffer, [tensor])
-        return MetalView(view.name, view.dtype, view.shape, view.nbytes, offset, buffer, self)
+        return MetalView(
+            view.name, view.dtype, view.shape, view.nbytes, offset, buffer, self.own_buffer
+        )
 
     def own_buffer(self, name: str) -> Buffer:
         """An MTLBuffer that begins with this tensor, and ends with the page where the tensor ends.

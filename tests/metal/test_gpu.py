@@ -97,7 +97,9 @@ def test_the_gpu_reads_a_buffer_that_begins_with_a_tensor(
     with stream_pack.metal.open(pack_path, device=device) as weights:
         own = weights.own_buffer("head")
         view = weights["head"]
-        alone = MetalView(view.name, view.dtype, view.shape, view.nbytes, 0, own, weights)
+        alone = MetalView(
+            view.name, view.dtype, view.shape, view.nbytes, 0, own, weights.own_buffer
+        )
         assert gpu.copy(alone) == arrays["head"].tobytes()
     gpu.close()
 
