@@ -5,23 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Forecast", "Report", "human_nbytes"]
+from stream_pack.text import counted, human_nbytes
 
-
-def human_nbytes(nbytes: float) -> str:
-    """Bytes in IEC units, three digits: ``"1.50 GiB"``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes:.0f} B"
-    units = iter(("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
-    unit = "B"
-    while abs(nbytes) >= 1024:
-        nbytes, unit = nbytes / 1024, next(units)
-    digits = 2 if abs(nbytes) < 10 else 1 if abs(nbytes) < 100 else 0
-    return f"{nbytes:.{digits}f} {unit}"
-
-
-def _tensors(count: int) -> str:
-    return f"{count} tensor" if count == 1 else f"{count} tensors"
+__all__ = ["Forecast", "Report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +68,9 @@ class Report:
         spool = f", {human_nbytes(self.spool_nbytes)} spooled" if self.spool_nbytes else ""
         rate = human_nbytes(self.target_nbytes / self.seconds) if self.seconds else "-"
         return (
-            f"{_tensors(self.tensors)}, {human_nbytes(self.source_nbytes)} in, {human_nbytes(self.target_nbytes)} out "
-            f"({', '.join(why)}){casts}{spool}, {self.seconds:.2f} s, {rate}/s, root {self.checksum:016x}, "
-            f"{self.source_kind}: {self.verification}"
+            f"{counted(self.tensors, 'tensor')}, {human_nbytes(self.source_nbytes)} in, "
+            f"{human_nbytes(self.target_nbytes)} out ({', '.join(why)}){casts}{spool}, "
+            f"{self.seconds:.2f} s, {rate}/s, root {self.checksum:016x}, {self.source_kind}: {self.verification}"
         )
 
     def to_json(self) -> dict[str, object]:
@@ -134,9 +120,9 @@ class Forecast:
         ]
         digits = max(len(str(nbytes)) for _, nbytes in rows)
         lines = [
-            f"{_tensors(self.tensors)}, {self.tied} of them tied or views, in {self.buffers} buffers"
+            f"{counted(self.tensors, 'tensor')}, {self.tied} of them tied or views, in {self.buffers} buffers"
         ]
-        lines += [f"cast {kind}: {_tensors(count)}" for kind, count in self.casts.items()]
+        lines += [f"cast {kind}: {counted(count, 'tensor')}" for kind, count in self.casts.items()]
         lines += [f"{what:<32}{nbytes:>{digits}}  {human_nbytes(nbytes)}" for what, nbytes in rows]
         return "\n".join(lines)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
-from stream_pack.report import Report, human_nbytes
+from stream_pack.report import Report
 
 REPORT = Report(
     source_kind="torch zip",
@@ -24,24 +22,6 @@ REPORT = Report(
     checksum=0xABC,
     verification="CRC-32 of 290 records verified",
 )
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (10 * 1024, "10.0 KiB"),
-        (100 * 1024, "100 KiB"),
-        (1 << 20, "1.00 MiB"),
-        (3 << 29, "1.50 GiB"),
-        (5 << 40, "5.00 TiB"),
-        (1 << 62, "4.00 EiB"),
-    ],
-)
-def test_bytes_are_shown_in_iec_units(nbytes: int, text: str) -> None:
-    assert human_nbytes(nbytes) == text
 
 
 def test_the_summary_is_one_line_and_says_why_lengths_differ() -> None:

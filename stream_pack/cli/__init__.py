@@ -26,7 +26,7 @@ from stream_pack.cli.exits import (
     UsageError,
 )
 from stream_pack.cli.metal_plan import metal_plan
-from stream_pack.cli.terminal import Standard, complain, printable
+from stream_pack.cli.terminal import Standard, complain
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
@@ -36,6 +36,7 @@ from stream_pack.errors import (
     RawPayloadError,
     StreamPackError,
 )
+from stream_pack.text import printable
 
 __all__ = ["main"]
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 from stream_pack._version import __version__
-from stream_pack.cli.terminal import printable
+from stream_pack.text import printable
 
 if TYPE_CHECKING:
     from stream_pack.format.header import To

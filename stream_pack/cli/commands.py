@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from stream_pack.cli.arguments import STANDARD, Arguments
 from stream_pack.cli.exits import DAMAGE, DONE, UsageError
 from stream_pack.cli.progress import progress_bar
-from stream_pack.cli.terminal import Standard, note, printable, say
+from stream_pack.cli.terminal import Standard, note, say
 from stream_pack.errors import LimitError
+from stream_pack.text import printable
 
 if TYPE_CHECKING:
     from stream_pack.format.align import Alignment
@@ -163,7 +164,7 @@ def inspect(arguments: Arguments, standard: Standard) -> int:
 def verify(arguments: Arguments, standard: Standard) -> int:
     """List all damage of a pack."""
     from stream_pack.reader.verify import verify as verify_pack
-    from stream_pack.report import human_nbytes
+    from stream_pack.text import counted, human_nbytes
 
     with progress_bar(wanted=not arguments.quiet) as progress:
         report = verify_pack(
@@ -178,7 +179,7 @@ def verify(arguments: Arguments, standard: Standard) -> int:
             standard.write("what stands behind this damage could not be verified")
     elif not arguments.quiet:
         standard.write(
-            f"{arguments.subject}: no damage: {_count(report.tensors, 'tensor')}, {_count(report.blocks, 'block')}, "
+            f"{arguments.subject}: no damage: {counted(report.tensors, 'tensor')}, {counted(report.blocks, 'block')}, "
             f"{human_nbytes(report.nbytes)} verified"
         )
     return DAMAGE if report.damages else DONE
@@ -186,7 +187,3 @@ def verify(arguments: Arguments, standard: Standard) -> int:
 
 def _given(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

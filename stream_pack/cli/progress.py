@@ -99,7 +99,7 @@ class PlainBar:
 
 def progress_line(done: int, total: int, *, seconds: float) -> str:
     """``"45 %  1.20 GiB of 2.67 GiB  812 MiB/s  0:01 left"``"""
-    from stream_pack.report import human_nbytes
+    from stream_pack.text import human_nbytes
 
     percent = 100 * done // total if total else 100
     line = f"{percent} %  {human_nbytes(done)} of {human_nbytes(total)}"

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 
 from stream_pack.cli.exits import UsageError
+from stream_pack.text import printable
 from stream_pack.writer.writeback import write_some
 
-__all__ = ["Standard", "complain", "note", "printable", "say"]
+__all__ = ["Standard", "complain", "note", "say"]
 
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
@@ -83,14 +84,6 @@ class Standard:
         """Raises: UsageError when stdout is closed."""
         if _STDOUT in self.closed:
             raise UsageError("stdout is closed: there is nowhere to write to")
-
-
-def printable(text: str) -> str:
-    """The text in one line, whatever characters a file name has; what cannot be printed is escaped."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
 
 
 def complain(text: str) -> None:

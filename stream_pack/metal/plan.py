@@ -19,9 +19,8 @@ from stream_pack.metal.rules import (
     OLD_NDARRAY_NBYTES,
     plan_windows,
 )
-from stream_pack.reader.describe import printable
 from stream_pack.reader.pack import Pack
-from stream_pack.report import human_nbytes
+from stream_pack.text import human_nbytes, printable
 
 __all__ = ["MAX_BUFFER_LENGTH", "MetalPlan", "PlannedWindow", "Unbound", "plan_metal"]
 

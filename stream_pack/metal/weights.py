@@ -32,7 +32,7 @@ from stream_pack.metal.rules import (
 from stream_pack.metal.views import MetalView, no_buffer
 from stream_pack.reader.pack import Pack, Verify
 from stream_pack.reader.pack import open as open_pack
-from stream_pack.report import human_nbytes
+from stream_pack.text import human_nbytes
 
 __all__ = ["Weights", "open"]
 

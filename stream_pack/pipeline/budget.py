@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stream_pack.errors import LimitError
 from stream_pack.pipeline.overlap import BATCH_WEIGHT, DEPTH
-from stream_pack.report import human_nbytes
+from stream_pack.text import human_nbytes
 
 __all__ = ["Budget", "allow_memory", "anonymous_nbytes", "budget", "give_back"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from stream_pack.errors import LimitError, TruncatedSourceError
-from stream_pack.report import human_nbytes
+from stream_pack.text import human_nbytes
 
 __all__ = ["Spool", "SpoolFile"]
 

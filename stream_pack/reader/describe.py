@@ -11,7 +11,7 @@ from stream_pack.format.align import PAGE_NBYTES
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.pack import Pack
-from stream_pack.report import human_nbytes
+from stream_pack.text import human_nbytes, printable
 
 __all__ = ["Description", "Part", "PayloadRow", "Row", "describe", "rows_of"]
 
@@ -214,11 +214,6 @@ def _parts(pack: Pack) -> Iterator[Part]:
     if pack.kind == "pack":
         yield Part("checksums", index.checksums_nbytes)
         yield Part("footer", pack.head.pack_nbytes - pack.head.footer_file_offset)
-
-
-def printable(text: str) -> str:
-    """``text`` on one line, without anything that would drive a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _cell(text: str) -> str:

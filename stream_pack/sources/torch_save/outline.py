@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
-from stream_pack.report import human_nbytes
 from stream_pack.sources.torch_save.globals import Storage, Tensor, TypedStorage
 from stream_pack.sources.torch_save.nesting import WHOLE, choose
 from stream_pack.sources.torch_save.state_dict import leaves, shown
 from stream_pack.sources.torch_save.unpickler import Opaque
+from stream_pack.text import human_nbytes
 
 __all__ = ["Nested", "outline", "outline_text"]
 

@@ -1,0 +1,60 @@
+"""How names, lists, counts and sizes are written in messages.
+
+A name that comes from a file may be megabytes long and may hold anything.  Every message that shows one passes it
+through :func:`quoted` or :func:`listed`, so that a message stays short and one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+__all__ = ["counted", "human_nbytes", "listed", "printable", "quoted"]
+
+MAX_QUOTED = 200
+"""Characters of a name that are shown: more than any sensible name has, and a few lines of a terminal."""
+
+MAX_LISTED = 5
+"""Names that are shown of many: enough to see what they have in common."""
+
+
+def quoted(name: str | bytes, *, most: int = MAX_QUOTED) -> str:
+    """``name`` in quotes, escaped as by ``repr``, cut to about ``most`` characters: ``'model.wq'``."""
+    text = repr(name[:most])
+    if len(text) > 2 * most:  # escapes take up to ten characters each
+        return text[: 2 * most] + "..."
+    return text if len(name) <= most else text + "..."
+
+
+def listed(names: Iterable[str], *, most: int = MAX_LISTED, total: int | None = None) -> str:
+    """The first ``most`` of ``names``, quoted, and how many more there are: ``'a', 'b' and 3 more``.
+
+    ``total`` says how many there are where ``names`` holds only the first of them.
+    """
+    if total is None:
+        names = names if isinstance(names, Collection) else list(names)
+        total = len(names)
+    text = ", ".join(map(quoted, islice(names, most)))
+    return f"{text} and {total - most} more" if total > most else text
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without anything that would drive a terminal: what cannot be printed is escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """``"1 tensor"``, ``"2 tensors"``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def human_nbytes(nbytes: float) -> str:
+    """Bytes in IEC units, three digits: ``"1.50 GiB"``."""
+    if abs(nbytes) < 1024:
+        return f"{nbytes:.0f} B"
+    units = iter(("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
+    unit = "B"
+    while abs(nbytes) >= 1024:
+        nbytes, unit = nbytes / 1024, next(units)
+    digits = 2 if abs(nbytes) < 10 else 1 if abs(nbytes) < 100 else 0
+    return f"{nbytes:.{digits}f} {unit}"
