@@ -7,11 +7,18 @@ BIN := $(VENV)/bin
 EXECUTORCH := 1.4.1 1.5.1
 INPUTS := setup.cfg pyproject.toml constraints.txt stream_pack/_version.py
 
-.PHONY: help demo test test-executorch lint perf clean
+# Tests run in this many processes, and draw as many examples for a property as tests/conftest.py says of this profile.
+WORKERS := 2
+PROFILE := quick
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+.PHONY: help demo test test-slow test-all test-executorch lint perf clean
 
 help:
 	@echo "make demo             pipe a checkpoint made on the spot into a pack, then inspect and verify it"
-	@echo "make test             all tests but those that need ExecuTorch"
+	@echo "make test             the tests, but for the slow ones and those that need ExecuTorch"
+	@echo "make test-slow        the slow ones: gigabytes, every byte of a file, packages from the network"
+	@echo "make test-all         both"
 	@echo "make test-executorch  those, with ExecuTorch $(EXECUTORCH)"
 	@echo "make lint             ruff, formatting, types, import contracts"
 	@echo "make perf             benchmarks against cp, cat and safetensors"
@@ -29,7 +36,13 @@ demo: $(VENV)/.installed-progress
 	@PYTHON="$(CURDIR)/$(BIN)/python" bash examples/demo.sh
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(PYTEST) -m "not slow" --hypothesis-profile $(PROFILE)
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow --hypothesis-profile ci
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST) --hypothesis-profile ci
 
 # Each release in an environment of its own: two cannot be had in one.
 $(VENV)-executorch-%/.installed: $(INPUTS)

@@ -12,6 +12,8 @@ import torch
 
 import stream_pack
 
+pytestmark = pytest.mark.slow  # each starts torch in a process of its own
+
 MAKE = (
     "import sys, torch; sd = {'a': torch.arange(5.0), 't': torch.arange(6.0).reshape(2, 3).t()}; "
 )

@@ -20,7 +20,10 @@ import stream_pack
 from stream_pack.errors import UnsupportedCheckpointError
 from tests.support.torch_zips import as_torch_has_it
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage")
+pytestmark = [
+    pytest.mark.slow,  # hundreds of megabytes from the network
+    pytest.mark.filterwarnings("ignore:.*TypedStorage"),
+]
 
 Fetch = Callable[[str, str], Path]
 
