@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import flatbuffers
 import numpy as np
@@ -24,13 +25,31 @@ from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.flatbuf import Table, root_table
 from stream_pack.format.limits import MAX_DTYPES, MAX_FLATBUFFER_NBYTES, MAX_NBYTES, MAX_RANK
 
-__all__ = ["NO_BUFFER", "PACK_NOTE", "Index", "decode", "encode", "name_columns", "note_columns"]
+__all__ = [
+    "NO_BUFFER",
+    "PACK_NOTE",
+    "BlockRange",
+    "Index",
+    "decode",
+    "encode",
+    "name_columns",
+    "note_columns",
+]
 
 IDENTIFIER = b"SPI1"
 NO_BUFFER = 0xFFFFFFFF
 """The buffer number of a tensor of 0 bytes."""
 PACK_NOTE = 0xFFFFFFFF
 """The tensor number of a note about the pack itself."""
+
+
+class BlockRange(NamedTuple):
+    """Bytes ``[begin, end)`` of a buffer: its block ``number``, counted within the buffer."""
+
+    buffer: int
+    number: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +97,27 @@ class Index:
         """Prefix sums of :attr:`block_counts`: buffer ``b`` has the blocks ``[block_ends[b-1],
         block_ends[b])``."""
         return np.cumsum(self.block_counts)
+
+    @cached_property
+    def first_blocks(self) -> NDArray[np.int64]:
+        """The number of each buffer's first block; blocks are numbered through all buffers."""
+        return self.block_ends - self.block_counts
+
+    def first_block(self, buffer: int) -> int:
+        """The number of a buffer's first block."""
+        return int(self.first_blocks[buffer])
+
+    def block_range(self, block: int) -> BlockRange:
+        """Where a block is."""
+        buffer = int(np.searchsorted(self.block_ends, block, side="right"))
+        number = block - self.first_block(buffer)
+        begin = number * self.block_nbytes
+        end = min(begin + self.block_nbytes, int(self.buffer_nbytes[buffer]))
+        return BlockRange(buffer, number, begin, end)
+
+    def first_tensor(self, buffer: int) -> int:
+        """The lowest number of the tensors in a buffer."""
+        return int(np.flatnonzero(self.tensor_buffers == buffer)[0])
 
     @property
     def checksums_nbytes(self) -> int:

@@ -59,9 +59,8 @@ def places(index: Index, first: int, end: int) -> Iterator[tuple[int, int, int]]
     """Buffer, begin and end (offsets) of each of the blocks ``[first, end)``, numbered through all buffers."""
     blocks = np.arange(first, end)
     buffers = np.searchsorted(index.block_ends, blocks, side="right")
-    within = blocks - (index.block_ends[buffers] - index.block_counts[buffers])
     offsets, nbytes = index.buffer_offsets[buffers], index.buffer_nbytes[buffers]
-    begins = within * index.block_nbytes
+    begins = (blocks - index.first_blocks[buffers]) * index.block_nbytes
     ends = np.minimum(begins + index.block_nbytes, nbytes)
     return zip(buffers.tolist(), (offsets + begins).tolist(), (offsets + ends).tolist())
 
@@ -119,13 +118,14 @@ def block_error(
 ) -> ChecksumError:
     """The error that says which bytes differ, and whose they are."""
     index = head.index
-    (buffer, begin, end) = next(places(index, block, block + 1))
-    tensors, count = users.of(begin, end)
-    within = block - int(index.block_ends[buffer] - index.block_counts[buffer])
-    file_begin, file_end = head.region_file_offset + begin, head.region_file_offset + end
+    buffer, number, begin, end = index.block_range(block)
+    offset = int(index.buffer_offsets[buffer])
+    tensors, count = users.of(offset + begin, offset + end)
+    file_offset = head.region_file_offset + offset
+    file_begin, file_end = file_offset + begin, file_offset + end
     named = ", ".join(map(repr, tensors[:3])) + (f" and {count - 3} more" if count > 3 else "")
     return ChecksumError(
-        f"tensor {named}: block {within} of buffer {buffer} (bytes {file_begin} to {file_end} of the pack) is damaged: "
+        f"tensor {named}: block {number} of buffer {buffer} (bytes {file_begin} to {file_end} of the pack) is damaged: "
         f"its checksum is {actual:016x}, expected {expected:016x}",
         part="block",
         expected=expected,
@@ -135,7 +135,7 @@ def block_error(
         tensors=tensors,
         tensor_count=count,
         buffer=buffer,
-        block=within,
+        block=number,
     )
 
 
@@ -156,7 +156,7 @@ class BlockCheck:
         Raises: ChecksumError, again each time it is asked for the damaged block.
         """
         index = self._head.index
-        base = int(index.block_ends[buffer] - index.block_counts[buffer])
+        base = index.first_block(buffer)
         first = base + begin // index.block_nbytes
         last = base + (end - 1) // index.block_nbytes
         with self._lock:

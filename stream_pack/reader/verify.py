@@ -294,11 +294,10 @@ def _in_threads(
 
 def _nbytes_before(index: Index, block: int) -> int:
     """Bytes of all blocks with a smaller number."""
-    buffer = int(np.searchsorted(index.block_ends, block, side="right"))
-    if buffer == len(index.block_ends):
+    if 8 * block == index.checksums_nbytes:
         return int(index.buffer_nbytes.sum())
-    within = block - int(index.block_ends[buffer] - index.block_counts[buffer])
-    return int(index.buffer_nbytes[:buffer].sum()) + within * index.block_nbytes
+    place = index.block_range(block)
+    return int(index.buffer_nbytes[: place.buffer].sum()) + place.begin
 
 
 def _tail_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:

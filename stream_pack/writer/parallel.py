@@ -146,11 +146,11 @@ class ParallelWriter:
 
     def _read_back(self, stream: ByteStream, block: int) -> int:
         index = self._pack.head.index
-        buffer = int(np.searchsorted(index.block_ends, block, side="right"))
-        begin = (block - _first_block(index, buffer)) * index.block_nbytes
-        nbytes = min(index.block_nbytes, int(index.buffer_nbytes[buffer]) - begin)
-        stream.seek(_file_offset(self._pack.head, buffer) + begin)
-        chunks = stream.chunks(nbytes, chunk_nbytes=READ_BACK_NBYTES, what="a block read back")
+        place = index.block_range(block)
+        stream.seek(_file_offset(self._pack.head, place.buffer) + place.begin)
+        chunks = stream.chunks(
+            place.end - place.begin, chunk_nbytes=READ_BACK_NBYTES, what="a block read back"
+        )
         return xxh3(chunks)
 
 
@@ -223,7 +223,7 @@ class PartWriter:
         if end > begin:
             self._ranges.append((buffer, begin, end))
         if checksums:
-            first = _first_block(index, buffer) + -(-begin // index.block_nbytes)
+            first = index.first_block(buffer) + -(-begin // index.block_nbytes)
             self._runs.append((first, checksums))
 
     def finish(self) -> Part:
@@ -273,11 +273,6 @@ def _file_offset(head: head.Head, buffer: int) -> int:
     return head.region_file_offset + int(head.index.buffer_offsets[buffer])
 
 
-def _first_block(index: Index, buffer: int) -> int:
-    """The number of a buffer's first block."""
-    return int(index.block_ends[buffer] - index.block_counts[buffer])
-
-
 def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
     """Raises: StateError unless the parts hold every byte of every buffer once."""
     none = np.empty(0, np.int64)
@@ -304,4 +299,4 @@ def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
 
 
 def _name(index: Index, buffer: int) -> str:
-    return repr(index.name(int(np.flatnonzero(index.tensor_buffers == buffer)[0])))
+    return repr(index.name(index.first_tensor(buffer)))

@@ -54,7 +54,6 @@ class RegionHasher:
         self._nbytes = index.buffer_nbytes
         self._file_offsets = index.buffer_offsets + head.region_file_offset
         self._padding = np.diff(index.buffer_offsets, append=head.region_nbytes) - self._nbytes
-        self._first_blocks = index.block_ends - index.block_counts
         self._open: dict[int, tuple[BlockHasher, int, int]] = {}
         self._missing = len(index.buffer_nbytes)
         self._done = np.zeros(self._missing, bool)
@@ -84,7 +83,7 @@ class RegionHasher:
                 f"the source delivered more than the {nbytes} bytes it had announced of {self._name(buffer)}"
             )
         if begun is None:
-            block = int(self._first_blocks[buffer])
+            block = self._head.index.first_block(buffer)
             if end == nbytes <= self._block_nbytes and not isinstance(chunk, Zeros):
                 # One short buffer in one chunk: most tensors of a model with many.
                 self._checksums.store(block, [xxhash.xxh3_64_intdigest(chunk)])
@@ -123,7 +122,7 @@ class RegionHasher:
 
     def _name(self, buffer: int) -> str:
         index = self._head.index
-        return repr(index.name(int(np.flatnonzero(index.tensor_buffers == buffer)[0])))
+        return repr(index.name(index.first_tensor(buffer)))
 
 
 def weight(piece: Piece) -> int:

@@ -133,6 +133,22 @@ def test_a_decoded_index_answers_by_number_and_by_name() -> None:
     assert found.notes(0) == {}
 
 
+def test_an_index_says_where_each_block_is() -> None:
+    # Blocks of 4096 bytes: buffer 0 has 5000 bytes, buffer 1 has 4.
+    made = sound()
+    assert [made.first_block(0), made.first_block(1)] == [0, 2]
+    assert [tuple(made.block_range(block)) for block in range(3)] == [
+        (0, 0, 0, 4096),
+        (0, 1, 4096, 5000),
+        (1, 0, 0, 4),
+    ]
+    assert made.first_blocks.tolist() == [0, 2]
+
+
+def test_an_index_says_which_tensor_is_the_first_of_a_buffer() -> None:
+    assert [sound().first_tensor(0), sound().first_tensor(1)] == [0, 2]
+
+
 def test_an_index_of_nothing_is_valid() -> None:
     nothing = ints()
     empty = sound(

@@ -37,7 +37,7 @@ def block_runs(requests: Requests, index: Index, *, together: bool) -> BlockRuns
     order = np.lexsort((requests.starts, requests.storages))
     buffers, starts, ends = requests.storages[order], requests.starts[order], ends[order]
     # Numbered through the whole pack, so that two buffers have none in common.
-    before = (index.block_ends - index.block_counts)[buffers]
+    before = index.first_blocks[buffers]
     first = before + starts // index.block_nbytes
     last = before + (ends - 1) // index.block_nbytes
     leads = np.ones(len(order), bool)

@@ -123,7 +123,7 @@ class PackSource(Source):
         index = self._head.index
         block_nbytes = index.block_nbytes
         buffer_nbytes = int(index.buffer_nbytes[buffer])
-        base = int(index.block_ends[buffer] - index.block_counts[buffer])
+        base = index.first_block(buffer)
         first, last = begin // block_nbytes, (end - 1) // block_nbytes
         # A proved block at either edge is read where it is wanted only; all between is read whole in any case.
         low = first + bool(proved[base + first])
@@ -270,10 +270,7 @@ def _truncated(nbytes: int, expected: int) -> TruncatedError:
 
 def _block_error(head: Head, block: int, expected: int, actual: int) -> ChecksumError:
     index = head.index
-    buffer = int(np.searchsorted(index.block_ends, block, side="right"))
-    number = block - int(index.block_ends[buffer] - index.block_counts[buffer])
-    begin = number * index.block_nbytes
-    end = min(begin + index.block_nbytes, int(index.buffer_nbytes[buffer]))
+    buffer, number, begin, end = index.block_range(block)
     users = np.flatnonzero(
         (index.tensor_buffers == buffer)
         & (index.tensor_starts < end)
