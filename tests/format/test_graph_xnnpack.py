@@ -18,6 +18,15 @@ from stream_pack.format import graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.schema.generated import XnnGraph as fbs
 from tests.format.test_graph_mps import SHAPES, WHOLE, index_of
+from tests.support.damage import (
+    Share,
+    assert_refusal,
+    check_each,
+    cut,
+    flipped,
+    may_refuse,
+    some_or_all,
+)
 
 GOLD = Path(__file__).parent.parent / "vectors" / "executorch" / "xnnpack"
 DATATYPES = {
@@ -103,23 +112,23 @@ def test_a_graph_of_fewer_constants_than_tensors_is_refused() -> None:
         graph_xnnpack.disagreements(memoryview(SOUND), index_of(*[("float32", ())] * 4))
 
 
-@pytest.mark.parametrize("place", range(len(SOUND)))
-def test_no_flipped_byte_does_more_than_an_error_of_ours(place: int) -> None:
-    for flip in (1, 2, 4, 8, 16, 32, 64, 128, 255):
-        changed = bytearray(SOUND)
-        changed[place] ^= flip
-        try:
+def test_no_flipped_byte_does_more_than_an_error_of_ours() -> None:
+    def check(changed: bytes) -> None:
+        with may_refuse(FormatError):
             found = graph_xnnpack.decode(memoryview(changed))
             [found.key(number) for number in range(len(found.offsets))]
-        except FormatError:
-            continue
-        assert 4 * len(found.offsets) <= len(SOUND)
+            assert 4 * len(found.offsets) <= len(SOUND)
+
+    check_each(flipped(SOUND, masks=(1, 2, 4, 8, 16, 32, 64, 128, 255)), check)
 
 
-@pytest.mark.parametrize("nbytes", range(0, len(SOUND), 4))
-def test_no_cut_does_more_than_an_error_of_ours(nbytes: int) -> None:
-    with pytest.raises(FormatError):
-        graph_xnnpack.decode(memoryview(SOUND[:nbytes]))
+def test_no_cut_does_more_than_an_error_of_ours() -> None:
+    def check(data: bytes) -> None:
+        with pytest.raises(FormatError) as caught:
+            graph_xnnpack.decode(memoryview(data))
+        assert_refusal(caught.value, FormatError)
+
+    check_each(cut(SOUND, range(0, len(SOUND), 4)), check)
 
 
 def test_a_graph_past_2_gib_is_refused_before_it_is_built() -> None:
@@ -187,17 +196,21 @@ def test_the_constants_of_samples_have_the_lengths_of_their_dtypes(data: bytes, 
         assert int(found.nbytes[constant]) == elements * bits // 8
 
 
-def test_a_sample_with_a_byte_changed_gives_an_error_of_ours_or_a_graph_in_bounds() -> None:
+@some_or_all(5)
+def test_a_sample_with_a_byte_changed_gives_an_error_of_ours_or_a_graph_in_bounds(
+    share: Share,
+) -> None:
     data, _ = SAMPLES[NAMES.index("linear_dynamic_qcs8.0.graph.json")]
-    for place in range(len(data)):
-        changed = bytearray(data)
-        changed[place] ^= (1, 2, 0x80, 0xFF)[place // 4 % 4]
-        try:
+
+    def check(changed: bytes) -> None:
+        with may_refuse(FormatError):
             found = graph_xnnpack.decode(memoryview(changed))
-        except FormatError:
-            continue
-        assert int(found.values.constants.max(initial=0)) < max(len(found.offsets), 1)
-        assert len(found.values.dims) * 4 <= 3 * len(data)
+            assert int(found.values.constants.max(initial=0)) < max(len(found.offsets), 1)
+            assert len(found.values.dims) * 4 <= 3 * len(data)
+
+    for number, mask in enumerate((1, 2, 0x80, 0xFF)):
+        places = [place for place in range(len(data)) if place // 4 % 4 == number]
+        check_each(flipped(data, places, masks=(mask,), share=share), check)
 
 
 def test_the_identifier_of_the_runtimes_schema_is_known_too() -> None:
