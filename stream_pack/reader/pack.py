@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
 from stream_pack.format.head import Head
 from stream_pack.format.header import HeadKind
+from stream_pack.format.proof import prove_footer, prove_length
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.lending import Contents, Lender
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.mapping import Mapping as FileMapping
-from stream_pack.reader.opening import check_footer, check_length, naming, read_head
+from stream_pack.reader.opening import naming, read_footer, read_head
 from stream_pack.reader.payload import read_payload
 from stream_pack.reader.tensors import materialize
 from stream_pack.reader.verify import Progress, VerifyReport, verify_mapped
@@ -85,8 +86,9 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
         contents = read_payload(file, HeadKind(origin.kind))
     else:
         head = read_head(file)
-        check_length(file, head, contained=origin.offset != 0 or origin.nbytes is not None)
-        check_footer(file, head)
+        contained = origin.offset != 0 or origin.nbytes is not None
+        prove_length(head, file.available, contained=contained)
+        prove_footer(head, read_footer(file, head))
         contents = Contents(
             head, head.index, head.region_file_offset, head.region_nbytes, head.pack_nbytes, {}
         )

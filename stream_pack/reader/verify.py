@@ -26,17 +26,18 @@ from stream_pack.errors import (
 from stream_pack.format import front
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
-from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
-from stream_pack.reader.blocks import (
+from stream_pack.format.proof import (
     Users,
-    block_checksums,
     block_error,
-    check_root,
+    prove_checksums,
+    prove_length,
     wrong_blocks,
 )
+from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
+from stream_pack.reader.blocks import block_checksums
 from stream_pack.reader.damage import Damage, VerifyReport
 from stream_pack.reader.mapping import FileRange, Mapping
-from stream_pack.reader.opening import check_footer, check_length, naming, read_head
+from stream_pack.reader.opening import naming, read_footer, read_head
 from stream_pack.reader.verify_et_file import verify_exported
 
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
@@ -93,7 +94,7 @@ def _verify(
         return _hidden(Damage("head", 0, file.available, error))
     damages = []
     try:
-        check_length(file, head, contained=contained)
+        prove_length(head, file.available, contained=contained)
     except TruncatedError as error:
         return _hidden(
             Damage("length", file.available, head.pack_nbytes, error), tensors=len(head.index)
@@ -259,7 +260,9 @@ def _block_damages(
     starts = range(0, len(checksums), step)
 
     def task(first: int) -> list[tuple[int, int]]:
-        return wrong_blocks(mapping, head, checksums, first, min(first + step, len(checksums)))
+        return wrong_blocks(
+            mapping.array, head, checksums, first, min(first + step, len(checksums))
+        )
 
     total = int(index.buffer_nbytes.sum())
     users: Users | None = None
@@ -301,14 +304,12 @@ def _nbytes_before(index: Index, block: int) -> int:
 
 
 def _tail_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
+    checksums = block_checksums(mapping, head).data.cast("B")
     try:
-        check_footer(mapping.file, head)
+        prove_checksums(head, checksums, read_footer(mapping.file, head))
     except NewerVersionError:
         raise
     except FormatError as error:
         yield Damage("footer", head.footer_file_offset, head.pack_nbytes, error)
-        return
-    try:
-        check_root(mapping, head)
     except ChecksumError as error:
         yield Damage("checksums", error.file_begin, error.file_end, error)

@@ -18,20 +18,22 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import SourceError, StateError, UnknownTensorError
-from stream_pack.format import head
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
 from stream_pack.format.front import plain_front
-from stream_pack.format.header import MAX_HEADER_NBYTES, Header, To
+from stream_pack.format.head import Head
+from stream_pack.format.head import encode as encode_head
+from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.layout import Policy, plan
+from stream_pack.format.proof import START_NBYTES, prove_head, prove_header, prove_reach
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.text import listed, quoted
 from stream_pack.writer.incremental import BytesLike, Specs, chunks_of, specified
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import FileSink
@@ -83,7 +85,7 @@ class ParallelWriter:
         layout = plan(catalog, Policy(alignment=alignment, block_nbytes=block_nbytes))
         self._sink = FileSink(path)
         try:
-            self._pack = PackWriter(layout, head.encode(layout, front), self._sink)
+            self._pack = PackWriter(layout, encode_head(layout, front), self._sink)
             self._pack.start(reserve=True)
             self._sink.sync()  # others read the head, perhaps on other machines
         except BaseException:
@@ -116,12 +118,7 @@ class ParallelWriter:
     def __enter__(self) -> ParallelWriter:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abandon()
 
     def _checksums(self, parts: Sequence[Part]) -> NDArray[np.uint64]:
@@ -145,8 +142,7 @@ class ParallelWriter:
         return checksums
 
     def _read_back(self, stream: ByteStream, block: int) -> int:
-        index = self._pack.head.index
-        place = index.block_range(block)
+        place = self._pack.head.index.block_range(block)
         stream.seek(_file_offset(self._pack.head, place.buffer) + place.begin)
         chunks = stream.chunks(
             place.end - place.begin, chunk_nbytes=READ_BACK_NBYTES, what="a block read back"
@@ -199,10 +195,12 @@ class PartWriter:
         index = self._head.index
         tensor = index.find(name)
         if tensor is None:
-            raise UnknownTensorError(f"no tensor {name!r} in this pack", tensor=name)
+            raise UnknownTensorError(f"no tensor {quoted(name)} in this pack", tensor=name)
         nbytes, buffer = int(index.tensor_nbytes[tensor]), int(index.tensor_buffers[tensor])
         if not 0 <= begin <= nbytes:
-            raise SourceError(f"tensor {name!r} has {nbytes} bytes: none can begin at byte {begin}")
+            raise SourceError(
+                f"tensor {quoted(name)} has {nbytes} bytes: none can begin at byte {begin}"
+            )
         file_offset = 0 if buffer == NO_BUFFER else _file_offset(self._head, buffer)
         hasher = BlockHasher(index.block_nbytes)
         skip = -begin % index.block_nbytes  # the rest of a block that begins before these bytes
@@ -211,7 +209,7 @@ class PartWriter:
         for view in chunks_of(chunks):
             if len(view) > nbytes - end:
                 raise SourceError(
-                    f"tensor {name!r} has {nbytes} bytes, the chunks bring more from byte {begin} on"
+                    f"tensor {quoted(name)} has {nbytes} bytes, the chunks bring more from byte {begin} on"
                 )
             if len(view):
                 self._output.write(file_offset + end, [view])
@@ -252,24 +250,20 @@ class PartWriter:
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def _read_head(path: str | os.PathLike[str]) -> head.Head:
+def _read_head(path: str | os.PathLike[str]) -> Head:
     with open(path, "rb") as file:
-        header = Header.decode(file.read(MAX_HEADER_NBYTES))
-        head.check_region(header)
+        header = prove_header(file.read(START_NBYTES))
+        prove_reach(header, os.fstat(file.fileno()).st_size)
         file.seek(0)
-        return head.decode(memoryview(file.read(header.region_file_offset)))
+        data = memoryview(file.read(header.region_file_offset))
+        return prove_head(data, header, end=lambda: None)
 
 
-def _file_offset(head: head.Head, buffer: int) -> int:
+def _file_offset(head: Head, buffer: int) -> int:
     return head.region_file_offset + int(head.index.buffer_offsets[buffer])
 
 
@@ -286,17 +280,16 @@ def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
         k = int(twice[0])
         raise StateError(
             f"bytes {int(begins[k + 1])} to {min(int(ends[k]), int(ends[k + 1]))} of tensor "
-            f"{_name(index, int(buffers[k]))} were written twice: let one part write what several have"
+            f"{quoted(_name(index, int(buffers[k])))} were written twice: let one part write what several have"
         )
     held = np.zeros(len(index.buffer_nbytes), np.int64)
     np.add.at(held, buffers, ends - begins)
     lacking = np.flatnonzero(held < index.buffer_nbytes).tolist()
     if lacking:
-        names = ", ".join(_name(index, buffer) for buffer in lacking[:5])
-        more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
+        names = listed((_name(index, buffer) for buffer in lacking), total=len(lacking))
         missing = int((index.buffer_nbytes - held).sum())
-        raise StateError(f"the parts lack {missing} bytes of the tensors {names}{more}")
+        raise StateError(f"the parts lack {missing} bytes of the tensors {names}")
 
 
 def _name(index: Index, buffer: int) -> str:
-    return repr(index.name(index.first_tensor(buffer)))
+    return index.name(index.first_tensor(buffer))

@@ -28,8 +28,8 @@ from stream_pack import (
     RawPayloadError,
     TruncatedError,
 )
-from stream_pack.reader import blocks as blocks_module
-from stream_pack.reader.blocks import Users, wrong_blocks
+from stream_pack.format import proof
+from stream_pack.format.proof import Users, wrong_blocks
 from stream_pack.reader.verify import VerifyReport, verify
 from tests.support.packs import BLOCK_NBYTES, FOOTER, pack_bytes, places, reseal, tensors
 
@@ -530,9 +530,9 @@ def test_the_tensors_of_a_range_are_those_that_have_bytes_in_it(
         if set(range(offset, offset + length)) & set(range(begin, begin + nbytes))
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks_module, "_STRIDE", 3)
+        patch.setattr(proof, "_STRIDE", 3)
         for most in (100, 2):
-            patch.setattr(blocks_module, "MAX_NAMED", most)
+            patch.setattr(proof, "MAX_NAMED", most)
             names, count = Users(index).of(begin, begin + nbytes)
             assert count == len(wanted)
             assert len(names) == len(set(names)) == min(most, count)

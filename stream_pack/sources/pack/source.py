@@ -14,21 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import (
-    ChecksumError,
     FormatError,
     RawPayloadError,
-    TrailingBytesError,
-    TruncatedError,
     TruncatedSourceError,
     UnsupportedTensorError,
 )
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.checksum import BlockHasher
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.head import Head, check_region, decode, root_checksum
-from stream_pack.format.header import MAX_HEADER_NBYTES, Header
+from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, PACK_NOTE, Index
-from stream_pack.format.records import Footer, Locator
+from stream_pack.format.proof import (
+    END_NBYTES,
+    START_NBYTES,
+    Users,
+    block_error,
+    prove_checksums,
+    prove_head,
+    prove_header,
+    prove_length,
+    prove_reach,
+    truncated,
+    truncated_head,
+)
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.scatter import Scatter
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
@@ -55,9 +63,7 @@ class PackSource(Source):
         self._stream = stream
         self._head = _read_head(stream)
         if stream.file_nbytes is not None:
-            room = stream.file_nbytes
-            expected = self._head.pack_nbytes
-            _check_length(min(room, expected) if within else room, expected)
+            prove_length(self._head, stream.file_nbytes, contained=within)
         self._catalog = _catalog(self._head.index)
         self._verification = "nothing was read"
 
@@ -164,14 +170,14 @@ class PackSource(Source):
         checksums = self._read_tail()
         scatter.finish()
         if not self._stream.at_end():
-            _check_length(None, self._head.pack_nbytes)
+            prove_length(self._head, None, contained=False)
         self._check(checksums, 0, computed)
 
     def _chunks(self, nbytes: int, chunk_nbytes: int) -> Iterator[memoryview]:
         try:
             yield from self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what="the pack")
         except TruncatedSourceError as error:
-            raise _truncated(error.position, self._head.pack_nbytes) from None
+            raise truncated(error.position, self._head.pack_nbytes) from None
 
     def _skip_padding(self, nbytes: int) -> None:
         for chunk in self._chunks(nbytes, STEP_NBYTES):
@@ -181,27 +187,12 @@ class PackSource(Source):
                 )
 
     def _read_tail(self) -> NDArray[np.uint64]:
-        """The block checksums, proved by the footer behind them."""
+        """The block checksums, proved by the footer that follows them."""
         head = self._head
         table = b"".join(self._chunks(head.index.checksums_nbytes, STEP_NBYTES))
-        tail_nbytes = head.pack_nbytes - head.footer_file_offset
-        tail = b"".join(self._chunks(tail_nbytes, STEP_NBYTES))
-        footer, footer_nbytes = Footer.decode(tail)
-        if footer_nbytes != tail_nbytes:
-            raise FormatError(
-                f"the footer has {footer_nbytes} bytes where the head leaves {tail_nbytes} for it; the pack is damaged"
-            )
-        actual = root_checksum(head.checksum, (table,), tail)
-        if actual != footer.checksum:
-            raise ChecksumError(
-                f"the pack's checksums (bytes {head.checksums_file_offset} to {head.pack_nbytes}) are damaged, or "
-                f"belong to another head: their checksum is {actual:016x}, the footer says {footer.checksum:016x}",
-                part="checksums",
-                expected=footer.checksum,
-                actual=actual,
-                file_begin=head.checksums_file_offset,
-                file_end=head.pack_nbytes,
-            )
+        footer_nbytes = head.pack_nbytes - head.footer_file_offset
+        footer = b"".join(self._chunks(footer_nbytes, STEP_NBYTES))
+        prove_checksums(head, table, footer)
         return np.frombuffer(table, "<u8")
 
     def _check(
@@ -212,85 +203,38 @@ class PackSource(Source):
         different = np.flatnonzero(checksums[block:end] != np.array(computed, np.uint64))
         if len(different):
             first = int(different[0])
-            raise _block_error(
-                self._head, block + first, int(checksums[block + first]), computed[first]
+            raise block_error(
+                self._head,
+                Users(self._head.index),
+                block + first,
+                expected=int(checksums[block + first]),
+                actual=computed[first],
             )
         return end
 
 
 def _read_head(stream: ByteStream) -> Head:
-    header = Header.decode(stream.peek(MAX_HEADER_NBYTES))
-    check_region(header)
+    header = prove_header(stream.peek(START_NBYTES))
+    prove_reach(header, stream.file_nbytes)
     try:
         data = b"".join(
             stream.chunks(header.region_file_offset, chunk_nbytes=STEP_NBYTES, what="the head")
         )
     except TruncatedSourceError as error:
-        # The locator, which knows the pack's length, is missing; so much is certain.
-        raise _truncated(error.position, header.region_file_offset + header.region_nbytes) from None
-    if not Locator.stands_before(data) and _is_raw_payload(stream):
+        raise truncated_head(header, error.position) from None
+    try:
+        return prove_head(memoryview(data), header, end=lambda: _end(stream))
+    except RawPayloadError:
         stream.unread(data) if stream.file_nbytes is None else stream.seek(0)
-        raise RawPayloadError(
-            f"ExecuTorch's own ({header.kind.value}), not a pack: it has neither index nor checksums; give the "
-            "checkpoint it was made from"
-        )
-    return decode(memoryview(data))
+        raise
 
 
-def _is_raw_payload(stream: ByteStream) -> bool:
-    """Whether a file without a locator has no footer either (of a pipe, whoever reads it looks in time)."""
-    nbytes = stream.file_nbytes
-    if nbytes is None:
-        return True
-    stream.seek(max(0, nbytes - len(Footer.MAGIC)))
-    return not Footer.stands_before(stream.peek(len(Footer.MAGIC)))
-
-
-def _check_length(nbytes: int | None, expected: int) -> None:
-    """``nbytes``: of the whole source; None: more than there may be."""
-    if nbytes is not None and nbytes < expected:
-        raise _truncated(nbytes, expected)
-    if nbytes is None or nbytes > expected:
-        actual = expected + 1 if nbytes is None else nbytes
-        raise TrailingBytesError(
-            f"the pack ends at byte {expected}, but more follows: trailing bytes, or two packs joined",
-            expected_nbytes=expected,
-            actual_nbytes=actual,
-        )
-
-
-def _truncated(nbytes: int, expected: int) -> TruncatedError:
-    return TruncatedError(
-        f"the pack ends at byte {nbytes} of {expected}: {expected - nbytes} bytes are missing; its writer or its "
-        "transfer was interrupted",
-        expected_nbytes=expected,
-        actual_nbytes=nbytes,
-    )
-
-
-def _block_error(head: Head, block: int, expected: int, actual: int) -> ChecksumError:
-    index = head.index
-    buffer, number, begin, end = index.block_range(block)
-    users = np.flatnonzero(
-        (index.tensor_buffers == buffer)
-        & (index.tensor_starts < end)
-        & (index.tensor_starts + index.tensor_nbytes > begin)
-    )
-    names = tuple(index.name(int(tensor)) for tensor in users)
-    file_offset = head.region_file_offset + int(index.buffer_offsets[buffer])
-    return ChecksumError(
-        f"block {number} of tensor {names[0] if names else '(none)'!r} (bytes {file_offset + begin} to "
-        f"{file_offset + end} of the pack) is damaged: its checksum is {actual:016x}, expected {expected:016x}",
-        part="block",
-        expected=expected,
-        actual=actual,
-        file_begin=file_offset + begin,
-        file_end=file_offset + end,
-        tensors=names,
-        tensor_count=len(names),
-        buffer=buffer,
-        block=number,
-    )
+def _end(stream: ByteStream) -> bytes | None:
+    """The last bytes of a file; of a pipe, the caller that reads a raw payload looks at them in time."""
+    if stream.file_nbytes is None:
+        return None
+    stream.seek(max(0, stream.file_nbytes - END_NBYTES))
+    return bytes(stream.peek(END_NBYTES))
 
 
 def _catalog(index: Index) -> Catalog:

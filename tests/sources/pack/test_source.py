@@ -190,7 +190,7 @@ def test_a_damaged_block_is_named_with_its_tensors_and_bytes(
     first, last = 4096 * block, min(4096 * block + 4096, len(data))
     for make in open_both(flipped(PACK, begin + at), tmp_path):
         with pytest.raises(
-            ChecksumError, match=f"block {block} of tensor '{tensors[0]}'"
+            ChecksumError, match=f"tensor '{tensors[0]}'.*block {block} of"
         ) as caught:
             read(make)
         error = caught.value
@@ -262,7 +262,7 @@ def test_no_flipped_bit_of_a_piped_pack_passes() -> None:
 def test_no_piece_of_a_pack_passes_for_a_whole_one(tmp_path: Path) -> None:
     for nbytes in (*range(0, len(PACK), 531), *range(len(PACK) - 70, len(PACK))):
         for make in open_both(PACK[:nbytes], tmp_path):
-            with pytest.raises(NotAPackError if nbytes < 24 else TruncatedError) as caught:
+            with pytest.raises(NotAPackError if nbytes < 8 else TruncatedError) as caught:
                 read(make)
             if nbytes >= REGION:
                 assert isinstance(caught.value, TruncatedError)
@@ -289,7 +289,7 @@ def test_the_head_of_one_pack_and_the_tail_of_another_are_told_apart(tmp_path: P
     assert len(other) == len(PACK)
     assert other[REGION:-40] == PACK[REGION:-40]
     for make in open_both(PACK[:REGION] + other[REGION:], tmp_path):
-        with pytest.raises(ChecksumError, match="another head") as caught:
+        with pytest.raises(ChecksumError, match="another pack's head") as caught:
             read(make)
         assert caught.value.part == "checksums"
 
@@ -358,7 +358,7 @@ def test_bytes_between_checksums_and_footer_are_refused(tmp_path: Path) -> None:
         )
     )
     for make in open_both(pack, tmp_path):
-        with pytest.raises(FormatError, match="the footer has 24 bytes where the head leaves 32"):
+        with pytest.raises(FormatError, match="the footer claims 24 bytes, expected 32"):
             read(make)
 
 

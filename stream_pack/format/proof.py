@@ -1,0 +1,275 @@
+"""Proof that bytes are a pack: header, head, length, checksums and blocks, wherever the bytes come from.
+
+Nothing here reads.  A caller hands in one part after the other, in the order of a file: :func:`prove_header`,
+:func:`prove_reach`, :func:`prove_head`, :func:`prove_length`, :func:`prove_checksums`.  The head comes before the
+length, because a length from a damaged head means nothing.  Source: docs/FORMAT.md, "What a reader must do".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from stream_pack.errors import (
+    ChecksumError,
+    FormatError,
+    NotAPackError,
+    RawPayloadError,
+    TrailingBytesError,
+    TruncatedError,
+)
+from stream_pack.format import head as heads
+from stream_pack.format.head import Head, check_region, root_checksum
+from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.index import NO_BUFFER, Index
+from stream_pack.format.records import Footer, Locator
+from stream_pack.format.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
+from stream_pack.text import listed
+
+__all__ = [
+    "END_NBYTES",
+    "START_NBYTES",
+    "Users",
+    "block_error",
+    "prove_checksums",
+    "prove_footer",
+    "prove_head",
+    "prove_header",
+    "prove_length",
+    "prove_reach",
+    "truncated",
+    "truncated_head",
+    "wrong_blocks",
+]
+
+START_NBYTES = SNIFF_NBYTES
+"""First bytes that decode any header, and say what a file is that has none."""
+END_NBYTES = len(Footer.MAGIC)
+"""Last bytes that tell whether there is a footer."""
+
+MAX_NAMED = 100
+"""Names that an error about a block lists: all of a tied tensor's would make a report grow with names times blocks."""
+
+_STRIDE = 1024
+"""Tensors that are looked at in one go: few against a pack's million, and their number against 1."""
+
+_RAW = {
+    HeadKind.MPS: "a raw MP00 payload",
+    HeadKind.XNNPACK: "a raw XH00 payload",
+    HeadKind.PTD: "a .ptd that ExecuTorch wrote",
+}
+
+
+def prove_header(start: bytes) -> Header:
+    """The header in ``start``, the first START_NBYTES of a file, or all of one that has fewer.
+
+    Raises: NotAPackError, which says what the file is instead; TruncatedError when it ends inside the header;
+    FormatError.
+    """
+    kind = HeadKind.of(start)
+    if kind is not None and len(start) < kind.header_nbytes:
+        raise truncated(len(start), kind.header_nbytes, at_least=True)
+    try:
+        return Header.decode(start)
+    except NotAPackError as error:
+        advice = (
+            ": make a pack of it with `stream_pack convert`" if sniff(start) in CHECKPOINTS else ""
+        )
+        raise NotAPackError(f"{error}; found {describe_start(start)}{advice}") from None
+
+
+def prove_reach(header: Header, available: int | None) -> None:
+    """The head is of a possible length, and all there; ``available``: bytes of the file, None where it is a pipe.
+
+    Raises: FormatError, TruncatedError.
+    """
+    check_region(header)
+    if available is not None and available < header.region_file_offset:
+        raise truncated_head(header, available)
+
+
+def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | None]) -> Head:
+    """The head in ``data``, all bytes before the region.
+
+    ``end`` is called where there is no locator, for the file's last END_NBYTES; None: they cannot be known yet.
+
+    Copies: none; the index's columns are views of ``data``.
+    Raises: RawPayloadError, NewerVersionError, FormatError, ChecksumError.
+    """
+    if Locator.stands_before(data):
+        return heads.decode(data)
+    if Footer.stands_before(end() or b""):
+        raise FormatError(
+            f"no locator before byte {len(data)}, where one must end, but a footer at the end; the file is damaged"
+        )
+    raise RawPayloadError(
+        f"neither locator nor footer: {_RAW[header.kind]}, in which nothing can be verified, or a pack damaged in "
+        f"both places; make a pack of it with `stream_pack convert`, or pass kind={header.kind.value!r} in Python to "
+        "open it as it is"
+    )
+
+
+def prove_length(head: Head, available: int | None, *, contained: bool) -> None:
+    """The pack is whole.
+
+    ``available``: bytes from the pack's first one to the end of the file, None for more than the pack has, however
+    many.  ``contained``: the pack is inside another file, whose bytes may follow.
+
+    Raises: TruncatedError, TrailingBytesError.
+    """
+    expected = head.pack_nbytes
+    actual = expected + 1 if available is None else available
+    if actual < expected:
+        raise truncated(actual, expected)
+    if actual > expected and not contained:
+        extra, found = ("more", "more") if available is None else (actual - expected, actual)
+        raise TrailingBytesError(
+            f"{extra} bytes follow the pack: expected {expected} bytes, found {found}; something was appended, or a "
+            "shorter pack was written over a longer file",
+            expected_nbytes=expected,
+            actual_nbytes=actual,
+        )
+
+
+def prove_footer(head: Head, footer: bytes) -> Footer:
+    """The record in ``footer``, all bytes after the block checksums; its own checksum is not looked at.
+
+    Raises: FormatError, NewerVersionError.
+    """
+    record, nbytes = Footer.decode(footer)
+    if nbytes != len(footer):
+        raise FormatError(
+            f"the footer claims {nbytes} bytes, expected {len(footer)}; the file is damaged"
+        )
+    return record
+
+
+def prove_checksums(head: Head, checksums: bytes | memoryview, footer: bytes) -> None:
+    """The block checksums are those that were written with this head: the root checksum in the footer covers both.
+
+    Raises: FormatError, NewerVersionError; ChecksumError.
+    """
+    expected = prove_footer(head, footer).checksum
+    actual = root_checksum(head.checksum, (checksums,), footer)
+    if actual != expected:
+        begin, end = head.checksums_file_offset, head.pack_nbytes
+        raise ChecksumError(
+            f"the checksums (bytes {begin} to {end}) are damaged, or belong to another pack's head: the root checksum "
+            f"is {actual:016x}, the footer says {expected:016x}",
+            part="checksums",
+            expected=expected,
+            actual=actual,
+            file_begin=begin,
+            file_end=end,
+        )
+
+
+def truncated_head(header: Header, available: int) -> TruncatedError:
+    """The error for a file that ends before its region.
+
+    The locator, which says how long the pack is, is missing; the header says at least where the region ends.
+    """
+    return truncated(available, header.region_file_offset + header.region_nbytes, at_least=True)
+
+
+def truncated(available: int, expected: int, *, at_least: bool = False) -> TruncatedError:
+    """The error for a pack that ends after ``available`` of ``expected`` bytes."""
+    return TruncatedError(
+        f"the pack is truncated: expected {'at least ' * at_least}{expected} bytes, found {available}, "
+        f"{expected - available} bytes are missing; the copy or the writer was interrupted: copy or convert again",
+        expected_nbytes=expected,
+        actual_nbytes=available,
+    )
+
+
+def wrong_blocks(
+    read: Callable[[int, int], NDArray[np.uint8]],
+    head: Head,
+    checksums: NDArray[np.uint64],
+    first: int,
+    end: int,
+) -> list[tuple[int, int]]:
+    """Number and actual checksum of those of the blocks ``[first, end)`` that are not as written.
+
+    ``read`` returns so many bytes at a file offset.
+    """
+    wrong = []
+    expected = checksums[first:end].tolist()
+    for block, (begin, stop), value in zip(
+        range(first, end), _extents(head.index, first, end), expected
+    ):
+        data = read(head.region_file_offset + begin, stop - begin)
+        actual = xxhash.xxh3_64_intdigest(memoryview(data))
+        if actual != value:
+            wrong.append((block, actual))
+    return wrong
+
+
+def _extents(index: Index, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Begin and end (offsets) of each of the blocks ``[first, end)``, numbered through all buffers."""
+    blocks = np.arange(first, end)
+    buffers = np.searchsorted(index.block_ends, blocks, side="right")
+    offsets, nbytes = index.buffer_offsets[buffers], index.buffer_nbytes[buffers]
+    begins = (blocks - index.first_blocks[buffers]) * index.block_nbytes
+    ends = np.minimum(begins + index.block_nbytes, nbytes)
+    return zip((offsets + begins).tolist(), (offsets + ends).tolist())
+
+
+class Users:
+    """Which tensors own which bytes: sorted once, for as many questions as there are damaged blocks."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)
+        self._rows = held[np.argsort(index.offsets[held], kind="stable")]
+        self._begins = index.offsets[self._rows]
+        self._ends = self._begins + index.tensor_nbytes[self._rows]
+        self._sorted_ends = np.sort(self._ends)
+        self._named: tuple[list[int], tuple[str, ...]] = ([], ())
+        self._last_ends = np.maximum.reduceat(self._ends, np.arange(0, len(self._ends), _STRIDE))
+
+    def of(self, begin: int, end: int) -> tuple[tuple[str, ...], int]:
+        """Names of tensors that have bytes within offsets ``[begin, end)``, MAX_NAMED at most, and how many do."""
+        stop = int(np.searchsorted(self._begins, end))
+        # A tensor that ends before the range also begins before its end.
+        count = stop - int(np.searchsorted(self._sorted_ends, begin, side="right"))
+        found: list[int] = []
+        for stride in np.flatnonzero(self._last_ends[: -(-stop // _STRIDE)] > begin).tolist():
+            first = stride * _STRIDE
+            inside = self._ends[first : min(first + _STRIDE, stop)] > begin
+            found += self._rows[first + np.flatnonzero(inside)].tolist()
+            if len(found) >= MAX_NAMED:
+                break
+        rows = sorted(found[:MAX_NAMED])
+        if rows != self._named[0]:
+            # Blocks of one tensor share the tuple: there may be a million of them.
+            self._named = rows, tuple(map(self._index.name, rows))
+        return self._named[1], count
+
+
+def block_error(
+    head: Head, users: Users, block: int, *, expected: int, actual: int
+) -> ChecksumError:
+    """The error that says which bytes of the pack differ, and which tensors own them."""
+    index = head.index
+    buffer, number, begin, end = index.block_range(block)
+    offset = int(index.buffer_offsets[buffer])
+    tensors, count = users.of(offset + begin, offset + end)
+    file_offset = head.region_file_offset + offset
+    file_begin, file_end = file_offset + begin, file_offset + end
+    return ChecksumError(
+        f"tensor {listed(tensors, most=3, total=count)}: block {number} of buffer {buffer} (bytes {file_begin} to "
+        f"{file_end} of the pack) is damaged: its checksum is {actual:016x}, expected {expected:016x}",
+        part="block",
+        expected=expected,
+        actual=actual,
+        file_begin=file_begin,
+        file_end=file_end,
+        tensors=tensors,
+        tensor_count=count,
+        buffer=buffer,
+        block=number,
+    )
