@@ -10,20 +10,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from stream_pack.et_files.constants import BYTES, UNKNOWN, Fault, find_faults, lookup
+from stream_pack.et_files.constants import BYTES, Fault, find_faults, lookup
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
+from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
 from stream_pack.et_files.payload import Keyed, Payload, by_row, inside, of_all, twice
 from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
-from stream_pack.format.dtypes import BY_NAME, DTYPES
+from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.ragged import row_lengths
 
 __all__ = ["mps", "ptd", "xnnpack"]
 
-_BY_MPS = {dtype.mps: number for number, dtype in enumerate(DTYPES) if dtype.mps}
-_MPS_ABORTS = frozenset(
-    BY_NAME[name] for name in ("bfloat16", "uint8", "complex32", "complex64")
-) | {UNKNOWN}
-"""Source: ExecuTorch 1.4.1, backends/apple/mps/runtime/operations/OperationUtils.mm, getMPSDataType."""
+_MPS_TAKES = [mps.dtype for mps in MPS_TYPES.values() if mps.runtime is not Runtime.ABORTS]
+"""float64 is among them, because the runtime loads such a constant: as float32."""
 
 
 def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
@@ -37,7 +35,7 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     constants, faults = inside(
         payload,
         names,
-        dtypes=lookup(values.datatypes, _BY_MPS),
+        dtypes=lookup(values.datatypes, DTYPE_OF),
         dims=values.dims.astype(np.int64),
         dims_ends=values.dims_ends,
         offsets=values.offsets,
@@ -55,7 +53,7 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         constants = replace(constants, unsound=unsound)
     constants, found = find_faults(constants, origin=payload.file_offset)
     faults += found
-    aborts = np.isin(constants.dtypes, list(_MPS_ABORTS))
+    aborts = ~np.isin(constants.dtypes, _MPS_TAKES)
     for row in np.flatnonzero(aborts | (constants.nbytes == 0)).tolist():
         what = f"is {constants.dtype_name(row)}" if aborts[row] else "has no bytes"
         name, begin = constants.names[row], int(constants.file_offsets[row])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from stream_pack.errors import UnsupportedTensorError
+from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.export.held import Held
 from stream_pack.executorch.export.hooks_program import StreamedCord
 from stream_pack.executorch.export.mps_pack import Constant, Region, assemble, plan_region
@@ -28,20 +29,13 @@ from stream_pack.executorch.export.tensors import digest_of, hold_tensor
 __all__ = ["HOOKS"]
 
 FLOAT32, FLOAT16, INT4 = 2, 1, 5
-# MPSDataType -> the elements that the device reads.  Left out are those it aborts on: bfloat16, uint8, complex.
-_ELEMENTS = {
-    FLOAT16: torch.float16,
-    FLOAT32: torch.float32,
-    3: torch.float64,
-    6: torch.int8,
-    7: torch.int16,
-    8: torch.int32,
-    9: torch.int64,
-    12: torch.uint16,
-    13: torch.uint32,
-    14: torch.uint64,
-    15: torch.bool,
+_ELEMENTS: dict[int, torch.dtype] = {
+    mps.number: getattr(torch, mps.name)
+    for mps in MPS_TYPES.values()
+    if mps.runtime is not Runtime.ABORTS and mps.number != INT4
 }
+"""What a constant is cast to, by MPSDataType.  ExecuTorch labels its float64 constants float32; a graph that does say
+float64 gets float64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from stream_pack.errors import UnsupportedTensorError
+from stream_pack.et_files.mps_types import DTYPE_OF
 from stream_pack.executorch.export.held import Held
 from stream_pack.format import head
 from stream_pack.format.catalog import CatalogBuilder
-from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.front import Front
 from stream_pack.format.header import HeadKind
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
 
 __all__ = ["Constant", "Region", "assemble", "plan_region"]
-
-_BY_MPS = {dtype.mps: number for number, dtype in enumerate(DTYPES) if dtype.mps}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def plan_region(constants: Sequence[Constant]) -> Region:
         name = constant.name if constant.name not in names else f"{constant.name} ({constant.id})"
         names.add(name)
         nbytes = builder.add(
-            name, _BY_MPS[constant.datatype], constant.shape, storage=storage, start=0
+            name, DTYPE_OF[constant.datatype], constant.shape, storage=storage, start=0
         )
         if nbytes != held.nbytes:
             raise UnsupportedTensorError(

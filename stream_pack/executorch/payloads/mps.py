@@ -2,8 +2,7 @@
 
 The MPS backend exists up to ExecuTorch 1.4.1.  Its runtime runs no verifier: it checks no bound, and it aborts the
 process on what it does not know; so that is refused here.
-Source: ExecuTorch 1.4.1, backends/apple/mps: serialization/schema.fbs, and runtime/operations/OperationUtils.mm for
-what the device knows.
+Source: ExecuTorch 1.4.1, backends/apple/mps/serialization/schema.fbs.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError, UnsupportedTensorError
+from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.payloads.constants import Constant, Constants, check_named
 from stream_pack.executorch.payloads.payload import write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.front import Front
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import Index
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
     from executorch.backends.apple.mps.serialization.mps_graph_schema import MPSGraph
 
 __all__ = ["build_mps_payload", "encode_graph", "front"]
-
-_DEVICE = {1, 2, 5, 6, 7, 8, 9, 15}
-"""MPSDataTypes that getMPSDataType knows: f16, f32, i4, i8, i16, i32, i64, bool.  It takes f64 for f32, whose constants
-have half the bytes, and aborts on all others."""
-
-_BY_MPS = {dtype.mps: number for number, dtype in enumerate(DTYPES) if dtype.mps}
 
 
 def build_mps_payload(
@@ -145,14 +138,13 @@ def _constant(graph: MPSGraph, number: int, names: Mapping[int, str]) -> Constan
         raise UnsupportedTensorError(
             f"{label} has num_dims {value.num_dims} and {len(dims)} dims", tensor=name
         )
-    datatype = int(value.datatype)
-    if datatype not in _DEVICE:
-        called = (
-            DTYPES[_BY_MPS[datatype]].name if datatype in _BY_MPS else f"MPSDataType {datatype}"
-        )
+    mps = MPS_TYPES.get(int(value.datatype))
+    # float64 is refused too: the caller has a tensor that can be given as float32, which is what the runtime reads.
+    if mps is None or mps.runtime is not Runtime.READS:
+        called = mps.name if mps else f"MPSDataType {int(value.datatype)}"
         raise UnsupportedTensorError(
             f"{label} is {called}, which the device does not read as such: its runtime aborts, or takes it for another "
             "type; have the module hold another dtype",
             tensor=name,
         )
-    return Constant(label, (str(number),), name, dtype=_BY_MPS[datatype], dims=dims)
+    return Constant(label, (str(number),), name, dtype=mps.dtype, dims=dims)

@@ -22,6 +22,8 @@ from executorch.backends.apple.mps import mps_preprocess
 from executorch.backends.apple.mps.mps_preprocess import MPSBackend
 from executorch.backends.apple.mps.operators.node_visitor import NodeVisitor
 from executorch.backends.apple.mps.partition.mps_partitioner import MPSPartitioner
+from executorch.backends.apple.mps.serialization.mps_graph_schema import MPSDataType
+from executorch.backends.apple.mps.utils.mps_utils import is_parameter
 from executorch.exir import to_edge, to_edge_transform_and_lower
 from executorch.exir._serialize._program import (
     PTEFile,
@@ -37,6 +39,7 @@ from stream_pack.executorch import streaming_constants, write_program
 from tests.executorch.flatc import decoded
 from tests.executorch.models import Block
 from tests.support.memory import measure, needs_proc
+from tests.support.mps_types import ENUM, NUMBERS, TAKEN
 
 PAGE = 16384
 MIB = 1 << 20
@@ -394,6 +397,44 @@ def test_what_the_device_would_abort_on_is_refused_by_name(tmp_path: Path) -> No
         program = exported(Table(table), (torch.ones(2, 3, dtype=table.dtype),))
         with pytest.raises(UnsupportedTensorError, match=f"table.*{why}"):
             streamed(program, tmp_path)
+
+
+class Offset(torch.nn.Module):
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 1.0]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_constant_is_streamed_if_the_runtime_takes_its_type(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datatype = MPSDataType(number) if number in ENUM else number
+    dtype_of = NodeVisitor.get_serialized_dtype
+
+    def labelled(self: Any, node: Any) -> Any:
+        return datatype if is_parameter(self.exported_program, node) else dtype_of(self, node)
+
+    monkeypatch.setattr(NodeVisitor, "get_serialized_dtype", labelled)
+    model = Offset()
+    program = exported(model, (torch.ones(2, 3),))
+    name = ENUM.get(number)
+    if name not in TAKEN:
+        with pytest.raises(UnsupportedTensorError, match="table.*the MPS runtime aborts on it"):
+            streamed(program, tmp_path)
+        return
+    (payload,) = payloads_of(streamed(program, tmp_path, alignment="stock"))
+    # ExecuTorch itself stores int4, which it packs on a device only.
+    stored = model.table if name == "int4" else model.table.to(getattr(torch, name))
+    assert constants_of(payload) == [stored.numpy().tobytes()]
+    graph = graph_of(payload)
+    (value,) = (graph["mps_values"][number] for number in graph["constant_ids"])
+    assert value["datatype"] == f"mps_data_type_{name}"
 
 
 def _write_program(manager: Any, path: Path) -> None:

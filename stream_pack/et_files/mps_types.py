@@ -1,0 +1,62 @@
+"""ExecuTorch's MPSDataTypes, and what the MPS runtime does with a constant of each: the one table of that.
+
+:mod:`stream_pack.format.dtypes` says which number each dtype has.  Metal's own ``MPSDataType`` (in
+:mod:`stream_pack.metal.rules`) has other numbers, and more of its types can be used than this runtime takes.
+
+Source: ExecuTorch 1.4.1, backends/apple/mps/runtime/operations/OperationUtils.mm, MPSGraphBuilder::getMPSDataType.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from stream_pack.format.dtypes import DTYPES
+
+__all__ = ["DTYPE_OF", "MPS_TYPES", "MpsType", "Runtime"]
+
+
+class Runtime(Enum):
+    """What the runtime does with a constant of a type when it loads a program.
+
+    ``READS_AS_FLOAT32``: it takes the bytes for those of float32, which has half as many.  ``ABORTS``: it ends the
+    process.
+    """
+
+    READS = "reads"
+    READS_AS_FLOAT32 = "reads as float32"
+    ABORTS = "aborts"
+
+
+@dataclass(frozen=True, slots=True)
+class MpsType:
+    """MPSDataType ``number``.  ``name`` and ``dtype`` are the name and number of :data:`DTYPES`'s entry."""
+
+    number: int
+    name: str
+    dtype: int
+    runtime: Runtime
+
+
+# The cases of getMPSDataType.  All other types, and numbers that are no type, reach its default: ET_CHECK_MSG(false).
+_CASES = {
+    "float16": Runtime.READS,
+    "float32": Runtime.READS,
+    "float64": Runtime.READS_AS_FLOAT32,
+    "int4": Runtime.READS,
+    "int8": Runtime.READS,
+    "int16": Runtime.READS,
+    "int32": Runtime.READS,
+    "int64": Runtime.READS,
+    "bool": Runtime.READS,
+}
+
+MPS_TYPES = {
+    dtype.mps: MpsType(dtype.mps, dtype.name, row, _CASES.get(dtype.name, Runtime.ABORTS))
+    for row, dtype in enumerate(DTYPES)
+    if dtype.mps
+}
+"""The types by number: every MPSDataType but 0, ``invalid``."""
+
+DTYPE_OF = {number: mps.dtype for number, mps in MPS_TYPES.items()}
+"""MPSDataType -> number in :data:`DTYPES`."""
