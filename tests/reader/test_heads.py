@@ -16,15 +16,16 @@ import stream_pack
 from stream_pack import (
     ChecksumError,
     FormatError,
+    NewerVersionError,
     NotAPackError,
     RawPayloadError,
-    StreamPackError,
     TruncatedError,
 )
 from stream_pack.format.header import HeadKind, To
 from stream_pack.metal.plan import plan_metal
 from stream_pack.reader.describe import describe
 from stream_pack.reader.verify import verify
+from tests.support.damage import may_refuse
 from tests.support.packs import pack_bytes, places, reseal, tensors
 
 FOLDER = Path(__file__).parent.parent / "vectors"
@@ -122,12 +123,8 @@ def test_every_flipped_byte_is_detected(to: To, path: Path) -> None:
                 continue
             for bit in range(8) if at < 56 or at >= len(data) - 48 else (at % 8,):
                 memory[at] ^= 1 << bit
-                try:
-                    report = verify(path, jobs=1)
-                except StreamPackError:
-                    pass
-                else:
-                    if report.ok:
+                with may_refuse(NotAPackError, NewerVersionError):
+                    if verify(path, jobs=1).ok:
                         undetected.append(at)
                 memory[at] ^= 1 << bit
     assert undetected == []
@@ -142,7 +139,7 @@ def test_a_cut_file_is_truncated_or_no_pack_wherever_it_is_cut(to: To, path: Pat
         os.truncate(path, nbytes)
         with pytest.raises(TruncatedError):
             stream_pack.open(path)
-        with pytest.raises(StreamPackError):
+        with pytest.raises(TruncatedError):
             stream_pack.convert(path, path.with_name("target"))
     magic_nbytes = {"xnnpack": 8, "ptd": 12}[to]
     for nbytes in range(100):
@@ -213,17 +210,16 @@ def test_no_forged_graph_does_more_than_damage(to: To, path: Path) -> None:
         changed = bytearray(data)
         changed[place] ^= 0xFF
         path.write_bytes(reseal(changed, at))
-        try:
+        # The header may not lead to the locator any more.
+        with may_refuse(NotAPackError):
             report = verify(path, jobs=1)
-        except StreamPackError:  # its header does not lead to the locator any more
-            continue
-        # Bytes that align something inside a flatbuffer mean nothing.
-        assert report.ok or {damage.part for damage in report.damages} <= {
-            "graph",
-            "head",
-            "padding",
-            "length",
-        }
+            # Bytes that align something inside a flatbuffer mean nothing.
+            assert report.ok or {damage.part for damage in report.damages} <= {
+                "graph",
+                "head",
+                "padding",
+                "length",
+            }
 
 
 @pytest.mark.parametrize(
