@@ -16,8 +16,17 @@ from zlib import crc32
 import pytest
 
 from stream_pack import StreamPackError
+from stream_pack.errors import (
+    LimitError,
+    SourceChecksumError,
+    SourceError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
 
 __all__ = [
+    "UNREADABLE",
     "Share",
     "assert_refusal",
     "check_each",
@@ -25,6 +34,7 @@ __all__ = [
     "flipped",
     "may_refuse",
     "some_or_all",
+    "two_bits_of_each_byte",
 ]
 
 _T = TypeVar("_T")
@@ -33,6 +43,16 @@ LONGEST = 4096
 """Characters of a message: twenty names of 200."""
 
 _SHOWN = 20
+
+UNREADABLE = (
+    LimitError,
+    SourceChecksumError,
+    SourceError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
+"""What a damaged checkpoint of torch.save may be refused with, wherever the damage is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +91,17 @@ def flipped(
         changed = bytearray(data)
         changed[place] ^= mask
         yield f"byte {place} ^ {mask:#04x}", bytes(changed)
+
+
+def two_bits_of_each_byte(
+    data: bytes, apart: int, share: Share = Share(1)
+) -> Iterator[tuple[str, bytes]]:
+    """Copies of ``data`` with one bit flipped: in each byte another one than in the last, and one ``apart``."""
+    tried = ((at, bit % 8) for at in range(len(data)) for bit in (at, at + apart))
+    for at, bit in share.of(tried):
+        changed = bytearray(data)
+        changed[at] ^= 1 << bit
+        yield f"bit {bit} of byte {at}", bytes(changed)
 
 
 def cut(data: bytes, lengths: Iterable[int]) -> Iterator[tuple[str, bytes]]:
