@@ -7,6 +7,8 @@ package costs nothing and ``python -m stream_pack convert`` never imports torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stream_pack._version import __version__
@@ -114,12 +116,18 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("executorch", "metal"):
         return importlib.import_module(f"stream_pack.{name}")
-    value: object = getattr(importlib.import_module(_MODULES.get(name, "stream_pack.errors")), name)
-    globals()[name] = value
+    errors = dict.fromkeys(__all__, "stream_pack.errors")
+    return _load(__name__, name, errors | _MODULES)
+
+
+def _load(package: str, name: str, modules: Mapping[str, str]) -> object:
+    """The attribute ``name`` of ``package``, from its module in ``modules``, which is imported by this."""
+    if name not in modules:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(modules[name]), name)
+    setattr(sys.modules[package], name, value)
     return value
 
 

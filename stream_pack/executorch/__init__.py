@@ -1,12 +1,17 @@
-"""What speaks to ExecuTorch, and needs its package: the extra ``executorch``.
+"""Exports with ExecuTorch, whose package they need (the extra ``executorch``).
 
-Importing this module imports neither ExecuTorch nor torch; what is called does, when it needs them.
+- ``payloads``: payloads of single delegates, made of ExecuTorch's graphs and of tensors that are streamed into them.
+- ``export``: whole exports by ExecuTorch, in which constants go to disk instead of being copied in memory.
+
+Of the packages, only the command line is above this one.  Importing it imports neither ExecuTorch nor torch: its
+functions do, when they are called.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from stream_pack import _load
 
 if TYPE_CHECKING:
     from stream_pack.executorch.export.program import write_program
@@ -22,20 +27,16 @@ __all__ = [
 ]
 
 _MODULES = {
-    "build_mps_payload": "payloads.mps",
-    "build_xnnpack_payload": "payloads.xnnpack",
-    "streaming_constants": "export.streaming",
-    "write_program": "export.program",
+    "build_mps_payload": "stream_pack.executorch.payloads.mps",
+    "build_xnnpack_payload": "stream_pack.executorch.payloads.xnnpack",
+    "streaming_constants": "stream_pack.executorch.export.streaming",
+    "write_program": "stream_pack.executorch.export.program",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    return _load(__name__, name, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -1,11 +1,11 @@
-"""What a delegate's graph wants of its constants, and a source that gives just that, in the graph's order."""
+"""The constants that a delegate's graph names, and a source that gives exactly those, in the graph's order."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,29 +18,28 @@ from stream_pack.pipeline.adapt.select import take_rows
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.memory.source import LiveSource
+from stream_pack.text import listed, quoted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Constant", "Constants", "check_named", "constants_source", "open_constants"]
+__all__ = ["GraphConstant", "Tensors", "constants_source", "name_constants", "open_tensors"]
 
-Constants: TypeAlias = "Mapping[int, object] | Mapping[str, object] | Source"
+Tensors: TypeAlias = "Mapping[int, object] | Mapping[str, object] | Source"
 """torch tensors or NumPy arrays by the number or key that a graph gives them, or a source whose names are these."""
 
 _F16, _F32, _F64 = (BY_NAME[name] for name in ("float16", "float32", "float64"))
 _CASTS = {_F16: (_F32, _F64), _F32: (_F64,)}
-"""What a graph may ask for, and what it may be made from: what ExecuTorch itself does, or should have done."""
-
-_SHOWN = 5
+"""A dtype that a graph may ask for -> the dtypes that are cast to it: the casts that ExecuTorch makes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
-    """One constant of a graph: ``label`` is what the graph calls it, for messages.
+class GraphConstant:
+    """What a graph says of one of its constants, which messages call ``label``.
 
-    ``keys`` are what the tensor may be called in the source; ``name`` is what it is called in the pack.
-    ``dtype`` is a number in :data:`stream_pack.format.dtypes.DTYPES`; None takes what comes.  ``dims`` likewise.
-    ``nbytes`` is the length in bytes that the graph asks for, if it does.
+    ``keys``: names that the tensor may have in the source, the usual one first.  ``name``: its name in the pack.
+    ``dtype`` (a number in :data:`stream_pack.format.dtypes.DTYPES`), ``dims`` and ``nbytes`` (in bytes) are None where
+    the graph does not say them: any will do.
     """
 
     label: str
@@ -51,36 +50,60 @@ class Constant:
     nbytes: int | None = None
 
 
-def open_constants(constants: Constants) -> Source:
-    """The source that ``constants`` is, or holds.  Raises: SourceError for a key that is neither number nor text."""
-    if isinstance(constants, Source):
-        return constants
+def name_constants(
+    noun: str, numbers: Collection[int], names: Mapping[int, str] | None
+) -> list[tuple[int, str, str]]:
+    """For each constant ``number`` of a graph: the number, its name in the pack, and its label for messages.
+
+    Raises: SourceError for a name of a constant that the graph does not have.
+    """
+    names = names or {}
+    extra = [str(number) for number in names if number not in numbers]
+    if extra:
+        raise SourceError(f"names are given for {listed(extra)}: the graph has no such constant")
+    return [
+        (
+            number,
+            name,
+            f"{noun} {number}" if name == str(number) else f"{noun} {number} ({quoted(name)})",
+        )
+        for number, name in ((number, names.get(number, str(number))) for number in numbers)
+    ]
+
+
+def open_tensors(tensors: Tensors) -> Source:
+    """``tensors`` as a source.  Raises: SourceError for a key that is neither number nor text."""
+    if isinstance(tensors, Source):
+        return tensors
     named: dict[str, object] = {}
-    for key, tensor in constants.items():
+    for key, tensor in tensors.items():
         if isinstance(key, bool) or not isinstance(key, (int, str)):
             raise SourceError(
-                f"the key {key!r} is a {type(key).__qualname__}: constants go by the numbers or keys of their graph"
+                f"the key {key!r} is a {type(key).__qualname__}: expected the number of a constant in its "
+                "graph, or its key as text"
             )
         if str(key) in named:
-            raise SourceError(f"two constants are called {str(key)!r}, as a number and as text")
+            raise SourceError(
+                f"two constants are called {quoted(str(key))}, as a number and as text"
+            )
         named[str(key)] = tensor
     return LiveSource(named)
 
 
-def constants_source(source: Source, wanted: Sequence[Constant]) -> Source:
-    """``source`` with the constants ``wanted``, and no others, in their order and under their names.
+def constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source:
+    """``source`` with exactly the constants ``wanted``, in their order and under their names.
 
     Floats are cast on the way where the graph asks for a narrower one that ExecuTorch casts to; bytes of packed 4-bit
-    elements take the graph's dtype and dims.
+    elements get the graph's dtype and dims.
 
     Memory: one more chunk.  Lifetime: what is returned owns ``source``.
     Raises: SourceError when a constant is missing, or there is one too many; UnsupportedTensorError for one that is
-    not what the graph says it is, or is empty.
+    empty, or does not match the graph.
     """
     catalog = source.catalog
     _check_names(wanted)
     rows = _rows(catalog, wanted)
-    # A tensor may serve several constants, which the catalog takes for tied ones.
+    # One tensor may be several constants, which are then tied.
     taken = take_rows(catalog, rows, [constant.name for constant in wanted])
     fitted = [_fit(constant, taken, row) for row, constant in enumerate(wanted)]
     described = replace(
@@ -99,15 +122,15 @@ def constants_source(source: Source, wanted: Sequence[Constant]) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """How a tensor serves as a constant: what its bytes are called, and what they are cast to."""
+    """How a tensor becomes a constant: what its bytes are called, and what they are cast to."""
 
     dtype: int
     dims: tuple[int, ...]
     cast: int | None = None
 
 
-def _fit(constant: Constant, catalog: Catalog, row: int) -> _Fit:
-    """Prove that the tensor in ``row`` is what the graph says of ``constant``."""
+def _fit(constant: GraphConstant, catalog: Catalog, row: int) -> _Fit:
+    """Prove that the tensor in ``row`` matches what the graph says of ``constant``."""
     dtype, shape, nbytes = int(catalog.dtypes[row]), catalog.shape(row), int(catalog.nbytes[row])
     if nbytes == 0:
         raise _unfit(constant, f"has shape {list(shape)} and no bytes, which the runtime aborts on")
@@ -135,36 +158,25 @@ def _fit(constant: Constant, catalog: Catalog, row: int) -> _Fit:
     return _Fit(dtype, constant.dims, cast)
 
 
-def _rows(catalog: Catalog, wanted: Sequence[Constant]) -> NDArray[np.intp]:
-    """Where in ``catalog`` each wanted constant stands."""
-    there = {name: row for row, name in enumerate(catalog.names)}
-    rows = [
-        next((there[key] for key in constant.keys if key in there), None) for constant in wanted
-    ]
-    missing = [constant.label for constant, row in zip(wanted, rows, strict=True) if row is None]
+def _rows(catalog: Catalog, wanted: Sequence[GraphConstant]) -> NDArray[np.intp]:
+    """The row of each wanted constant in ``catalog``."""
+    row_of = {name: row for row, name in enumerate(catalog.names)}
+    given = [[key for key in constant.keys if key in row_of] for constant in wanted]
+    missing = [constant.keys[0] for constant, keys in zip(wanted, given, strict=True) if not keys]
     if missing:
-        raise SourceError(f"no tensor was given for {_some(missing)} of the graph")
-    known = {key for constant in wanted for key in constant.keys}
-    extra = [name for name in catalog.names if name not in known]
+        raise SourceError(f"no tensor was given for the graph's constants {listed(missing)}")
+    extra = list(row_of.keys() - {key for constant in wanted for key in constant.keys})
     if extra:
-        raise SourceError(f"the graph has no constant called {_some(list(map(repr, extra)))}")
-    for constant in wanted:
-        given = [key for key in dict.fromkeys(constant.keys) if key in there]
-        if len(given) > 1:
+        raise SourceError(f"the graph has no constant called {listed(sorted(extra))}")
+    for constant, keys in zip(wanted, given, strict=True):
+        if len(set(keys)) > 1:
             raise SourceError(
-                f"{constant.label} was given twice, as {' and as '.join(map(repr, given))}"
+                f"{constant.label} was given twice, as {' and as '.join(map(quoted, keys))}"
             )
-    return np.array(cast("list[int]", rows), np.intp)
+    return np.array([row_of[keys[0]] for keys in given], np.intp)
 
 
-def check_named(names: Mapping[int, str] | None, numbers: Collection[int]) -> None:
-    """Prove that only constants of the graph were given names.  Raises: SourceError."""
-    extra = [repr(number) for number in names or {} if number not in numbers]
-    if extra:
-        raise SourceError(f"names are given for {_some(extra)}: the graph has no such constant")
-
-
-def _check_names(wanted: Sequence[Constant]) -> None:
+def _check_names(wanted: Sequence[GraphConstant]) -> None:
     taken: dict[str, str] = {}
     for constant in wanted:
         if constant.name in taken:
@@ -175,13 +187,10 @@ def _check_names(wanted: Sequence[Constant]) -> None:
         try:
             constant.name.encode()
         except UnicodeEncodeError:
-            raise SourceError(f"{constant.label} would have a name that is no UTF-8 text") from None
+            raise SourceError(
+                f"{constant.label} would have a name that is not valid UTF-8"
+            ) from None
 
 
-def _unfit(constant: Constant, why: str) -> UnsupportedTensorError:
+def _unfit(constant: GraphConstant, why: str) -> UnsupportedTensorError:
     return UnsupportedTensorError(f"{constant.label} {why}", tensor=constant.name)
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

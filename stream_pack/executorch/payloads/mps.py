@@ -11,17 +11,16 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
-from stream_pack.executorch.payloads.constants import Constant, Constants, check_named
+from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants
 from stream_pack.executorch.payloads.payload import write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import Front
 from stream_pack.format.header import HeadKind
-from stream_pack.format.index import Index
 from stream_pack.report import Report
 from stream_pack.writer.pack import Progress
 from stream_pack.writer.sink import BinaryWriter
@@ -29,12 +28,12 @@ from stream_pack.writer.sink import BinaryWriter
 if TYPE_CHECKING:
     from executorch.backends.apple.mps.serialization.mps_graph_schema import MPSGraph
 
-__all__ = ["build_mps_payload", "encode_graph", "front"]
+__all__ = ["build_mps_payload", "encode_graph"]
 
 
 def build_mps_payload(
     graph: MPSGraph,
-    constants: Constants,
+    constants: Tensors,
     target: str | os.PathLike[str] | int | BinaryWriter,
     *,
     names: Mapping[int, str] | None = None,
@@ -60,11 +59,11 @@ def build_mps_payload(
     UnsupportedTensorError naming a constant that the device would abort on, or that is not what the graph says;
     LimitError; OSError.  A target path is then as it was before.
     """
-    numbers = _constant_ids(graph)
-    check_named(names, numbers)
-    wanted = [_constant(graph, number, names or {}) for number in numbers]
+    named = name_constants("value", _constant_ids(graph), names)
+    wanted = [_constant(graph, *constant) for constant in named]
     return write_payload(
-        front(graph),
+        HeadKind.MPS,
+        partial(encode_graph, graph),
         constants,
         wanted,
         target,
@@ -76,15 +75,6 @@ def build_mps_payload(
         spool_dir=spool_dir,
         progress=progress,
     )
-
-
-def front(graph: MPSGraph) -> Front:
-    """The front of a pack whose tensors are the constants of ``graph``, in the order of its ``constant_ids``."""
-
-    def encode(index: Index) -> bytes:
-        return encode_graph(graph, index.offsets.tolist(), index.tensor_nbytes.tolist())
-
-    return Front(HeadKind.MPS, encode)
 
 
 def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
@@ -128,11 +118,9 @@ def _constant_ids(graph: MPSGraph) -> list[int]:
     return ids
 
 
-def _constant(graph: MPSGraph, number: int, names: Mapping[int, str]) -> Constant:
+def _constant(graph: MPSGraph, number: int, name: str, label: str) -> GraphConstant:
     """What the graph says of its value ``number``, proved to be something that the device can hold."""
     value = graph.mps_values[number]
-    name = names.get(number, str(number))
-    label = f"value {number}" if name == str(number) else f"value {number} ({name!r})"
     dims = tuple(int(dim) for dim in value.dims)
     if value.num_dims != len(dims):
         raise UnsupportedTensorError(
@@ -147,4 +135,4 @@ def _constant(graph: MPSGraph, number: int, names: Mapping[int, str]) -> Constan
             "type; have the module hold another dtype",
             tensor=name,
         )
-    return Constant(label, (str(number),), name, dtype=mps.dtype, dims=dims)
+    return GraphConstant(label, (str(number),), name, dtype=mps.dtype, dims=dims)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError
-from stream_pack.executorch.payloads.constants import Constant, Constants, check_named
+from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants
 from stream_pack.executorch.payloads.payload import write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import Front
 from stream_pack.format.header import HeadKind
-from stream_pack.format.index import Index
 from stream_pack.report import Report
 from stream_pack.writer.pack import Progress
 from stream_pack.writer.sink import BinaryWriter
@@ -27,7 +26,7 @@ from stream_pack.writer.sink import BinaryWriter
 if TYPE_CHECKING:
     from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import XNNGraph
 
-__all__ = ["build_xnnpack_payload", "encode_graph", "front"]
+__all__ = ["build_xnnpack_payload", "encode_graph"]
 
 _KEEPS_POINTERS = "XNNPReLU"
 """The one node whose constant XNNPACK reads when it runs; of all others it makes packed copies when it compiles."""
@@ -35,7 +34,7 @@ _KEEPS_POINTERS = "XNNPReLU"
 
 def build_xnnpack_payload(
     graph: XNNGraph,
-    constants: Constants,
+    constants: Tensors,
     target: str | os.PathLike[str] | int | BinaryWriter,
     *,
     names: Mapping[int, str] | None = None,
@@ -62,11 +61,11 @@ def build_xnnpack_payload(
     OSError.  A target path is then as it was before.
     """
     _refuse_kept_pointers(graph)
-    numbers = range(1, _entries(graph))
-    check_named(names, numbers)
-    wanted = [_constant(graph, number, names or {}) for number in numbers]
+    named = name_constants("constant", range(1, _entries(graph)), names)
+    wanted = [_constant(graph, *constant) for constant in named]
     return write_payload(
-        front(graph),
+        HeadKind.XNNPACK,
+        partial(encode_graph, graph),
         constants,
         wanted,
         target,
@@ -78,15 +77,6 @@ def build_xnnpack_payload(
         spool_dir=spool_dir,
         progress=progress,
     )
-
-
-def front(graph: XNNGraph) -> Front:
-    """The front of a pack whose tensors are the constants of ``graph``, from its entry 1 on."""
-
-    def encode(index: Index) -> bytes:
-        return encode_graph(graph, index.offsets.tolist(), index.tensor_nbytes.tolist())
-
-    return Front(HeadKind.XNNPACK, encode)
 
 
 def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
@@ -119,12 +109,10 @@ def _entries(graph: XNNGraph) -> int:
     return len(graph.constant_data)
 
 
-def _constant(graph: XNNGraph, number: int, names: Mapping[int, str]) -> Constant:
+def _constant(graph: XNNGraph, number: int, name: str, label: str) -> GraphConstant:
     entry = graph.constant_data[number]
-    name = names.get(number, str(number))
-    label = f"constant {number}" if name == str(number) else f"constant {number} ({name!r})"
     keys = (str(number), entry.named_key) if entry.named_key else (str(number),)
-    return Constant(label, keys, name, nbytes=int(entry.size))
+    return GraphConstant(label, keys, name, nbytes=int(entry.size))
 
 
 def _refuse_kept_pointers(graph: XNNGraph) -> None:
