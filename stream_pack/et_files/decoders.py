@@ -6,6 +6,7 @@ extension/flat_tensor/serialize/flat_tensor.fbs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.ragged import row_lengths
 
-__all__ = ["mps", "ptd", "xnnpack"]
+__all__ = ["DECODERS"]
 
 _MPS_TAKES = [mps.dtype for mps in MPS_TYPES.values() if mps.runtime is not Runtime.ABORTS]
 """float64 is among them, because the runtime loads such a constant: as float32."""
@@ -153,3 +154,11 @@ def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     if len(set(names)) < len(names):
         faults += twice(payload, names)
     return replace(payload, constants=constants, faults=tuple(faults))
+
+
+DECODERS: dict[str, Callable[[Payload, memoryview, str], Payload]] = {
+    "mps": mps,
+    "xnnpack": xnnpack,
+    "ptd": ptd,
+}
+"""What adds its constants to a payload, by the kind of its header; takes the flatbuffer and a prefix for names."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stream_pack.errors import FormatError, TruncatedError
-from stream_pack.et_files.decoders import mps, ptd, xnnpack
+from stream_pack.et_files.decoders import DECODERS
 from stream_pack.et_files.payload import NOTHING, Payload, ReadFile
-from stream_pack.format.header import MAX_HEADER_NBYTES, Header, HeadKind
+from stream_pack.format.front import MAX_HEADER_NBYTES, decode_header, kind_of
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.format.records import Footer, Locator
 
@@ -29,7 +29,7 @@ def read_payload(
     else:
         room = MAX_NBYTES if file.nbytes is None else file.nbytes - file_offset
     start = bytes(file.read(file_offset, min(MAX_HEADER_NBYTES, room)))
-    kind = HeadKind.of(start)
+    kind = kind_of(start)
     if kind is None:
         other = Payload("other", file_offset, room, file_offset + room, 0, NOTHING)
         if packs and _ends_with_footer(file, other):
@@ -40,7 +40,7 @@ def read_payload(
         return other
     if len(start) < kind.header_nbytes:
         raise _truncated(kind.header_nbytes, len(start))
-    header = Header.decode(start)
+    header = decode_header(start)
     region, region_nbytes = header.region_file_offset, header.region_nbytes
     graph_end = (
         region if header.graph_nbytes is None else header.graph_file_offset + header.graph_nbytes
@@ -59,7 +59,7 @@ def read_payload(
         )
     head = file.read(file_offset, max(region, graph_end))
     payload = Payload(
-        kind.value,
+        kind.name,
         file_offset,
         end if nbytes is None else nbytes,
         file_offset + region,
@@ -70,8 +70,7 @@ def read_payload(
     if packs and (Locator.stands_before(head[:region]) or _ends_with_footer(file, payload)):
         return replace(payload, kind="pack")
     flatbuffer = head[header.graph_file_offset : graph_end]
-    read = {HeadKind.MPS: mps, HeadKind.XNNPACK: xnnpack, HeadKind.PTD: ptd}[kind]
-    return read(payload, flatbuffer, prefix)
+    return DECODERS[kind.name](payload, flatbuffer, prefix)
 
 
 def _ends_with_footer(file: ReadFile, payload: Payload) -> bool:

@@ -1,4 +1,4 @@
-"""The graph in front: ExecuTorch's MPSGraph with one value a tensor and no weight bytes.
+"""Header kind ``mps``: the header of an MPS payload, and ExecuTorch's MPSGraph with one value a tensor and no weights.
 
 :func:`encode` writes it with NumPy, a record a tensor, because a flatbuffer builder takes 40 times
 as long and as much memory; :func:`decode` reads the values of any MPSGraph, also one that
@@ -8,6 +8,7 @@ Source: ``schema/graph.fbs``; the FlatBuffers internals document for the binary 
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,20 @@ from numpy.typing import NDArray
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.flatbuf import Tables, root_table
+from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK, MAX_TENSORS
 from stream_pack.format.ragged import row_lengths, rows_differ
 
-__all__ = ["GraphValues", "constant_ids", "decode", "disagreements", "encode", "expected_values"]
+__all__ = [
+    "KIND",
+    "GraphValues",
+    "constant_ids",
+    "decode",
+    "disagreements",
+    "encode",
+    "expected_values",
+]
 
 IDENTIFIER = b"MP00"
 INVALID = 0
@@ -248,3 +258,38 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     for name in ("datatypes", "num_dims", "nbytes", "offsets"):
         wrong |= getattr(found, name) != getattr(wanted, name)
     return wrong
+
+
+# Source: ExecuTorch 1.4.1, backends/apple/mps/runtime/MPSDelegateHeader.cpp.  Little-endian:
+#   0 4s zero   4 4s magic   8 u64 region file offset   16 u64 region nbytes;   the graph follows
+_HEADER = struct.Struct("<8sQQ")
+_MAGIC = b"\0\0\0\0MP00"
+
+
+def _unpack(data: bytes) -> Header:
+    _, region, region_nbytes = _HEADER.unpack_from(data)
+    return Header(KIND, region, region_nbytes, _HEADER.size, None)
+
+
+def _pack(graph: bytes, region_file_offset: int, region_nbytes: int) -> tuple[bytes, bytes]:
+    return _HEADER.pack(_MAGIC, region_file_offset, region_nbytes), graph
+
+
+KIND = HeadKind(
+    name="mps",
+    raw="MP00 payload",
+    pack_as="a payload of its MPS delegate",
+    magic=_MAGIC,
+    magic_at=0,
+    header_nbytes=_HEADER.size,
+    zeros=(24, 24),
+    graph_file_offset=_HEADER.size,
+    before_graph_nbytes=_HEADER.size,
+    tables=(2, 2),  # the value, and the buffer that all share; root and constant segment
+    says_dim_order=False,
+    unpack=_unpack,
+    pack=_pack,
+    encode=encode,
+    disagreements=disagreements,
+)
+"""A payload of ExecuTorch's MPS delegate: the default."""

@@ -1,4 +1,4 @@
-"""ExecuTorch's FlatTensor, the flatbuffer of a .ptd: names, what each is, and the segments that hold their bytes.
+"""Header kind ``ptd``: the header of a .ptd, and ExecuTorch's FlatTensor: names, layouts, segments of bytes.
 
 :func:`encode` writes it with NumPy; :func:`decode` reads any.
 Source: ``schema/flat_tensor.fbs``; ExecuTorch 1.5.1, extension/flat_tensor/serialize/flat_tensor.fbs.
@@ -6,6 +6,7 @@ Source: ``schema/flat_tensor.fbs``; ExecuTorch 1.5.1, extension/flat_tensor/seri
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,12 @@ from numpy.typing import NDArray
 from stream_pack.errors import FormatError, LimitError, UnsupportedTensorError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.flatbuf import root_table
+from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK
 from stream_pack.format.ragged import row_lengths, rows_differ
 
-__all__ = ["FlatTensor", "decode", "disagreements", "encode"]
+__all__ = ["KIND", "FlatTensor", "decode", "disagreements", "encode"]
 
 IDENTIFIER = b"FT01"
 MAX_DIM = 2**31 - 1
@@ -296,3 +298,51 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     equal = (found.key_bytes(k) == index.name_bytes(k) for k in range(len(index)))
     wrong |= ~np.fromiter(equal, bool, len(index))
     return wrong
+
+
+# Source: ExecuTorch 1.4.1, extension/flat_tensor/serialize/serialize.py, which puts this header into the flatbuffer,
+# after its identifier.  Little-endian:
+#   0 u32 root table   4 4s identifier   8 4s magic   12 u32 nbytes of the header   16 u64 where the flatbuffer goes on
+#   24 u64 graph nbytes   32 u64 region file offset   40 u64 region nbytes   48 8s zero;   the rest of the graph follows
+_HEADER = struct.Struct("<I8sIQQQQ8s")
+_HEADER_NBYTES = 40
+_ADDED_NBYTES = 48
+"""Bytes put into the flatbuffer: the header, and zeros that keep the alignment of what follows."""
+_MAGIC = IDENTIFIER + b"FH01"
+
+
+def _unpack(data: bytes) -> Header:
+    _, _, nbytes, more, graph_nbytes, region, region_nbytes, _ = _HEADER.unpack_from(data)
+    if nbytes < _HEADER_NBYTES or more < nbytes:
+        raise FormatError(
+            f"the header claims {nbytes} bytes, and that its flatbuffer goes on {more} bytes later: expected at "
+            f"least {_HEADER_NBYTES}, and no less than that"
+        )
+    return Header(KIND, region, region_nbytes, 0, more + graph_nbytes)
+
+
+def _pack(graph: bytes, region_file_offset: int, region_nbytes: int) -> tuple[bytes, memoryview]:
+    root = int.from_bytes(graph[:4], "little") + _ADDED_NBYTES
+    region = region_file_offset, region_nbytes, bytes(8)
+    header = _HEADER.pack(root, _MAGIC, _HEADER_NBYTES, _ADDED_NBYTES, len(graph), *region)
+    return header, memoryview(graph)[8:]
+
+
+KIND = HeadKind(
+    name="ptd",
+    raw="ExecuTorch data file",
+    pack_as="a .ptd",
+    magic=_MAGIC,
+    magic_at=4,
+    header_nbytes=_HEADER.size,
+    zeros=(8 + _HEADER_NBYTES, _HEADER.size),
+    graph_file_offset=0,
+    before_graph_nbytes=_ADDED_NBYTES,
+    tables=(3, 1),  # name, layout and segment; root
+    says_dim_order=True,
+    unpack=_unpack,
+    pack=_pack,
+    encode=encode,
+    disagreements=disagreements,
+)
+"""ExecuTorch's data file, which is loaded beside a program whose tensors are external."""

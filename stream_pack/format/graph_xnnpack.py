@@ -1,4 +1,4 @@
-"""ExecuTorch's XNNGraph: the constants it refers to, read from any payload, and one that holds nothing else.
+"""Header kind ``xnnpack``: the header of an XNNPACK payload, and ExecuTorch's XNNGraph.
 
 :func:`encode` writes the graph of a plain pack with NumPy, a record a tensor; :func:`decode` reads where the constants
 of any XNNGraph lie and what they are.
@@ -7,6 +7,7 @@ Source: ``schema/xnn_graph.fbs``; ExecuTorch 1.5.1, backends/xnnpack/serializati
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,24 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.flatbuf import Table, Tables, root_table
+from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
-from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK
+from stream_pack.format.limits import (
+    MAX_FLATBUFFER_NBYTES,
+    MAX_RANK,
+    MAX_XNNPACK_REGION_FILE_OFFSET,
+)
 
-__all__ = ["BY_KEY", "DTYPE_NAMES", "XnnGraph", "XnnValues", "decode", "disagreements", "encode"]
+__all__ = [
+    "BY_KEY",
+    "DTYPE_NAMES",
+    "KIND",
+    "XnnGraph",
+    "XnnValues",
+    "decode",
+    "disagreements",
+    "encode",
+]
 
 IDENTIFIERS = (b"XN01", b"XN00")
 """The one written by ExecuTorch for delegates, and that of the same tables in its runtime's schema."""
@@ -231,3 +246,49 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     wrong |= found.nbytes[1:] != index.tensor_nbytes.astype(np.uint64)
     wrong |= found.key_nbytes[1:] > 0
     return wrong
+
+
+# Source: ExecuTorch 1.4.1, backends/xnnpack/runtime/XNNHeader.h.  Little-endian:
+#   0 4s zero   4 4s magic   8 u16 nbytes of the header   10 u32 graph file offset   14 u32 graph nbytes
+#   18 u32 region file offset   22 u64 region nbytes   30 2s zero;   the graph follows
+_HEADER = struct.Struct("<8sHIIIQ2s")
+_HEADER_NBYTES = 30
+_MAGIC = b"\0\0\0\0XH00"
+
+
+def _unpack(data: bytes) -> Header:
+    _, _, graph, graph_nbytes, region, region_nbytes, _ = _HEADER.unpack_from(data)
+    return Header(KIND, region, region_nbytes, graph, graph_nbytes)
+
+
+def _pack(graph: bytes, region_file_offset: int, region_nbytes: int) -> tuple[bytes, bytes]:
+    if region_file_offset > MAX_XNNPACK_REGION_FILE_OFFSET:
+        raise LimitError(
+            f"graph and index take {region_file_offset} bytes in front of the tensors: the header of an XNNPACK "
+            f"payload has 32 bits for that, at most {MAX_XNNPACK_REGION_FILE_OFFSET}; fewer tensors, shorter "
+            "metadata, a smaller alignment, or another kind of head",
+            value=region_file_offset,
+            limit=MAX_XNNPACK_REGION_FILE_OFFSET,
+        )
+    region = region_file_offset, region_nbytes, bytes(2)
+    return _HEADER.pack(_MAGIC, _HEADER_NBYTES, _HEADER.size, len(graph), *region), graph
+
+
+KIND = HeadKind(
+    name="xnnpack",
+    raw="XH00 payload",
+    pack_as="a payload of its XNNPACK delegate",
+    magic=_MAGIC,
+    magic_at=0,
+    header_nbytes=_HEADER.size,
+    zeros=(_HEADER_NBYTES, _HEADER.size),
+    graph_file_offset=_HEADER.size,
+    before_graph_nbytes=_HEADER.size,
+    tables=(1, 2),  # constant; root and the reserved constant
+    says_dim_order=False,
+    unpack=_unpack,
+    pack=_pack,
+    encode=encode,
+    disagreements=disagreements,
+)
+"""A payload of ExecuTorch's XNNPACK delegate, its constants in line."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stream_pack.errors import ChecksumError, FormatError, LimitError
-from stream_pack.format import header, index
+from stream_pack.format import index
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.format.checksum import xxh3, zeros
-from stream_pack.format.front import Front
-from stream_pack.format.header import MAX_HEADER_NBYTES, Header, HeadKind
+from stream_pack.format.front import MAX_HEADER_NBYTES, Front, decode_header
+from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.layout import Layout
 from stream_pack.format.limits import (
@@ -95,16 +95,11 @@ def encode(layout: Layout, front: Front) -> EncodedHead:
             limit=MAX_FLATBUFFER_NBYTES,
         )
     index_bytes = index.encode(the_index)
-    graph_end = header.graph_end(front.kind, graph_bytes)
+    graph_end = front.kind.before_graph_nbytes + len(graph_bytes)
     index_file_offset = align_up(graph_end, INDEX_ALIGNMENT)
     used = index_file_offset + len(index_bytes) + LOCATOR_NBYTES
     region_file_offset = align_up(used, the_index.alignment.region)
-    header_and_graph = header.encode(
-        front.kind,
-        graph_bytes,
-        region_file_offset=region_file_offset,
-        region_nbytes=layout.region_nbytes,
-    )
+    header_and_graph = front.kind.pack(graph_bytes, region_file_offset, layout.region_nbytes)
     before = b"".join((*header_and_graph, bytes(index_file_offset - graph_end), index_bytes))
     pack_nbytes = (
         region_file_offset + layout.region_nbytes + the_index.checksums_nbytes + FOOTER_NBYTES
@@ -152,7 +147,7 @@ def decode(data: memoryview) -> Head:
     Copies: none; the index's columns are views of ``data``.
     Raises: FormatError, NewerVersionError, ChecksumError.
     """
-    found = Header.decode(bytes(data[:MAX_HEADER_NBYTES]))
+    found = decode_header(bytes(data[:MAX_HEADER_NBYTES]))
     check_region(found)
     region, region_nbytes = found.region_file_offset, found.region_nbytes
     if region != len(data):

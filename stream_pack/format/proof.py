@@ -22,8 +22,9 @@ from stream_pack.errors import (
     TruncatedError,
 )
 from stream_pack.format import head as heads
+from stream_pack.format.front import decode_header, kind_of
 from stream_pack.format.head import Head, check_region, root_checksum
-from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.header import Header
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.records import Footer, Locator
 from stream_pack.format.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
@@ -56,12 +57,6 @@ MAX_NAMED = 100
 _STRIDE = 1024
 """Tensors that are looked at in one go: few against a pack's million, and their number against 1."""
 
-_RAW = {
-    HeadKind.MPS: "a raw MP00 payload",
-    HeadKind.XNNPACK: "a raw XH00 payload",
-    HeadKind.PTD: "a .ptd that ExecuTorch wrote",
-}
-
 
 def prove_header(start: bytes) -> Header:
     """The header in ``start``, the first START_NBYTES of a file, or all of one that has fewer.
@@ -69,11 +64,11 @@ def prove_header(start: bytes) -> Header:
     Raises: NotAPackError, which says what the file is instead; TruncatedError when it ends inside the header;
     FormatError.
     """
-    kind = HeadKind.of(start)
+    kind = kind_of(start)
     if kind is not None and len(start) < kind.header_nbytes:
         raise truncated(len(start), kind.header_nbytes, at_least=True)
     try:
-        return Header.decode(start)
+        return decode_header(start)
     except NotAPackError as error:
         advice = (
             ": make a pack of it with `stream_pack convert`" if sniff(start) in CHECKPOINTS else ""
@@ -106,8 +101,8 @@ def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | No
             f"no locator before byte {len(data)}, where one must end, but a footer at the end; the file is damaged"
         )
     raise RawPayloadError(
-        f"neither locator nor footer: {_RAW[header.kind]}, in which nothing can be verified, or a pack damaged in "
-        f"both places; make a pack of it with `stream_pack convert`, or pass kind={header.kind.value!r} in Python to "
+        f"neither locator nor footer: a raw {header.kind.raw}, in which nothing can be verified, or a pack damaged in "
+        f"both places; make a pack of it with `stream_pack convert`, or pass kind={header.kind.name!r} in Python to "
         "open it as it is"
     )
 

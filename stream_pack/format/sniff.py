@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 import re
 
+from stream_pack.format.front import KINDS
+
 __all__ = ["SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
 
 SNIFF_NBYTES = 512
@@ -52,8 +54,6 @@ class Kind(enum.Enum):
 
 
 _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
-    (0, b"\0\0\0\0MP00", Kind.PACK),
-    (0, b"\0\0\0\0XH00", Kind.PACK),
     (0, b"GGUF", Kind.GGUF),
     (0, b"\x93NUMPY", Kind.NPY),
     (0, b"\x89HDF\r\n\x1a\n", Kind.HDF5),
@@ -65,12 +65,20 @@ _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"PK\5\6", Kind.ZIP),  # an archive of no files
     # Flatbuffers carry their identifier, two letters and a two-digit version, behind the root's offset.
     (4, b"ET12", Kind.PTE),
-    (4, b"FT01", Kind.PTD),
+    (4, b"FT01", Kind.PTD),  # a pack of that kind too: the reader tells them apart
+    *((kind.magic_at, kind.magic, Kind.PACK) for kind in KINDS.values()),
     (257, b"ustar", Kind.TAR),
 )
 
 _ZIP_ENTRY = b"PK\3\4"
-_BEGINNING = re.compile(rb"PK\x03\x04|\x80[\x02-\x05]|\0{4}(?:MP|XH)00")
+_BEGINNING = re.compile(
+    b"|".join(
+        [
+            rb"PK\x03\x04|\x80[\x02-\x05]",
+            *(re.escape(kind.magic) for kind in KINDS.values() if kind.magic_at == 0),
+        ]
+    )
+)
 """Where an input that begins with text may really begin: an archive, a pickle, a pack."""
 _TORCH_RECORD = re.compile(
     r"(data\.pkl|data/\d+|\.data/.*|byteorder|version|\.format_version|\.storage_alignment)$"

@@ -8,19 +8,13 @@ from dataclasses import asdict, dataclass, fields
 import numpy as np
 
 from stream_pack.format.align import PAGE_NBYTES
-from stream_pack.format.header import HeadKind
+from stream_pack.format.front import KINDS
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.pack import Pack
 from stream_pack.text import human_nbytes, printable
 
 __all__ = ["Description", "Part", "PayloadRow", "Row", "describe", "rows_of"]
 
-
-_HEADS = {
-    HeadKind.MPS: "a payload of its MPS delegate",
-    HeadKind.XNNPACK: "a payload of its XNNPACK delegate",
-    HeadKind.PTD: "a .ptd",
-}
 
 MAX_CELL = 120
 """Characters of a name, or any other cell, in a table: one long name would widen every row."""
@@ -139,7 +133,7 @@ def describe(pack: Pack) -> Description:
         metadata=pack.metadata,
         alignment=None if raw else (index.alignment.small, index.alignment.large),
         block_nbytes=None if raw else index.block_nbytes,
-        head=None if raw else pack.head.kind.value,
+        head=None if raw else pack.head.kind.name,
         rows=tuple(rows_of(index, contents.region_file_offset, contents.faults)),
         parts=tuple(_parts(pack)),
     )
@@ -205,7 +199,7 @@ def _parts(pack: Pack) -> Iterator[Part]:
         yield Part("head padding", head.region_file_offset - head.locator_nbytes - index_end)
         yield Part("locator", head.locator_nbytes)
     else:
-        nbytes = HeadKind(pack.kind).header_nbytes
+        nbytes = KINDS[pack.kind].header_nbytes
         yield Part("header", nbytes)
         yield Part("graph", contents.region_file_offset - nbytes)
     stored = int(index.buffer_nbytes.sum())
@@ -282,8 +276,8 @@ def _lines(description: Description, width: int | None) -> Iterator[str]:
     if description.alignment is not None and description.block_nbytes is not None:
         small, large = description.alignment
         yield f"aligned to {small} bytes, large ones to {large}; checksums of {human_nbytes(description.block_nbytes)}"
-    if description.head not in (None, HeadKind.MPS.value):
-        yield f"ExecuTorch takes it for {_HEADS[HeadKind(description.head)]}"
+    if description.head not in (None, "mps"):
+        yield f"ExecuTorch takes it for {KINDS[description.head].pack_as}"
     for key, value in description.metadata.items():
         yield f"metadata {printable(key)} = {printable(value)}"
 

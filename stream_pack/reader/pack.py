@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
+from stream_pack.format.front import KINDS
 from stream_pack.format.head import Head
-from stream_pack.format.header import HeadKind
 from stream_pack.format.proof import prove_footer, prove_length
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.lending import Contents, Lender
@@ -83,7 +83,7 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
             raise RawPayloadError(
                 "a raw payload has no checksums: there is nothing to verify it against"
             )
-        contents = read_payload(file, HeadKind(origin.kind))
+        contents = read_payload(file, KINDS[origin.kind])
     else:
         head = read_head(file)
         contained = origin.offset != 0 or origin.nbytes is not None

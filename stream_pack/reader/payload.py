@@ -51,7 +51,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
     header = read_header(file)
     if header.kind is not kind:
         raise NotAPackError(
-            f"no payload of kind {kind.value!r}: its header is that of {header.kind.value!r}"
+            f"no payload of kind {kind.name!r}: its header is that of {header.kind.name!r}"
         )
     survey = survey_payload(MappedFile(file))
     if survey.breakage is not None:

@@ -23,7 +23,6 @@ from stream_pack.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from stream_pack.format import front
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.proof import (
@@ -169,7 +168,7 @@ def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
     index = head.index
     try:
         data = memoryview(mapping.array(begin, end - begin))
-        rows = np.flatnonzero(front.disagreements(head.kind, data, index)).tolist()
+        rows = np.flatnonzero(head.kind.disagreements(data, index)).tolist()
     except FormatError as error:
         yield Damage("graph", begin, end, error)
         return

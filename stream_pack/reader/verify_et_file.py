@@ -14,18 +14,12 @@ from stream_pack.errors import (
 )
 from stream_pack.et_files.constants import Fault
 from stream_pack.et_files.survey import Survey
+from stream_pack.format.front import KINDS
 from stream_pack.reader.damage import Damage, VerifyReport
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.survey_file import survey_file
 
 __all__ = ["verify_exported"]
-
-_WHAT = {
-    "mps": "a raw MP00 payload",
-    "xnnpack": "a raw XH00 payload",
-    "ptd": "a .ptd that ExecuTorch wrote",
-    "pte": "an ExecuTorch program",
-}
 
 
 def verify_exported(
@@ -64,7 +58,8 @@ def verify_exported(
 def _nothing_to_verify_against(survey: Survey, packs: int) -> RawPayloadError:
     count = len(survey.constants)
     what = f"{count} constant{'' if count == 1 else 's'}"
-    text = f"{_WHAT[survey.kind]} has no checksums: there is nothing to verify its {what} against; no fault was seen"
+    which = "an ExecuTorch program" if survey.kind == "pte" else f"a raw {KINDS[survey.kind].raw}"
+    text = f"{which} has no checksums: there is nothing to verify its {what} against; no fault was seen"
     if packs:
         text += f", and {packs} packs inside are as they were written"
     if survey.kind != "pte":

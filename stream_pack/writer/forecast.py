@@ -9,7 +9,6 @@ from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format import head
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.front import Front, verifier_tensors
-from stream_pack.format.header import HeadKind
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.arrival import waiting_nbytes
@@ -176,7 +175,7 @@ def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
             f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
             f"{most}; stream_pack reads it all the same"
         )
-    if front.kind is HeadKind.PTD:
+    if front.kind.says_dim_order:
         reordered = [catalog.names[row] for row, key, _ in catalog.notes if key == ORDER_NOTE]
         if reordered:
             warnings.append(

@@ -11,8 +11,8 @@ import xxhash
 
 from stream_pack.format import limits
 from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.front import KINDS
 from stream_pack.format.head import decode
-from stream_pack.format.header import HeadKind
 from stream_pack.format.records import Footer, Locator
 from tests.vectors.minimal_reader import Pack, read
 
@@ -125,7 +125,7 @@ def test_the_headers_of_the_vectors_are_the_tables_of_the_text() -> None:
             wanted = bytes.fromhex(literal[1]) if literal else bytes(nbytes)
             assert vector[end : end + nbytes] == wanted, (kind, field)
             end += nbytes
-        assert end == HeadKind(kind).header_nbytes
+        assert end == KINDS[kind].header_nbytes
 
 
 def header_tables() -> dict[str, list[list[str]]]:

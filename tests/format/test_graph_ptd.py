@@ -15,7 +15,7 @@ from stream_pack.errors import FormatError, LimitError, UnsupportedTensorError
 from stream_pack.format import graph_ptd
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME, DTYPES
-from stream_pack.format.header import Header
+from stream_pack.format.front import decode_header
 from stream_pack.format.index import Index
 from stream_pack.format.layout import Policy, plan
 from stream_pack.format.schema.generated import FlatTensor as fbs
@@ -288,7 +288,7 @@ def test_many_names_that_share_one_long_text_are_refused() -> None:
 @pytest.mark.parametrize("name", ["mlp_portable", "mlp_xnnpack"])
 def test_executorchs_samples_are_read_as_flatcs_classes_read_them(name: str) -> None:
     data = (GOLD / f"{name}.ptd").read_bytes()
-    header = Header.decode(data[:56])
+    header = decode_header(data[:56])
     assert header.graph_nbytes is not None
     found = graph_ptd.decode(memoryview(data)[: header.graph_nbytes])
     wanted = foreign(data)
@@ -312,7 +312,7 @@ def test_executorchs_samples_are_read_as_flatcs_classes_read_them(name: str) -> 
 
 def test_a_sample_holds_the_weights_that_executorch_was_given() -> None:
     data = (GOLD / "mlp_portable.ptd").read_bytes()
-    header = Header.decode(data[:56])
+    header = decode_header(data[:56])
     found = graph_ptd.decode(memoryview(data)[: header.graph_nbytes])
     with np.load(GOLD / "mlp.io.npz") as weights:
         for entry in range(len(found)):

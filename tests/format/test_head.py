@@ -18,8 +18,8 @@ from stream_pack.format import head
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS, PTD, XNNPACK, Front
-from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.front import KINDS, MPS, PTD, XNNPACK, Front
+from stream_pack.format.header import Header
 from stream_pack.format.layout import Layout, Policy, plan
 from tests.support.damage import Share, may_refuse, some_or_all
 from tests.support.packs import LOCATOR, pack_bytes, places, reseal
@@ -39,7 +39,7 @@ def whole(encoded: head.EncodedHead) -> bytes:
 
 
 FRONTS = (MPS, XNNPACK, PTD)
-every_front = pytest.mark.parametrize("front", FRONTS, ids=[front.kind.value for front in FRONTS])
+every_front = pytest.mark.parametrize("front", FRONTS, ids=[front.kind.name for front in FRONTS])
 REGION_FIELDS = {MPS: ("<Q", 8), XNNPACK: ("<I", 18), PTD: ("<Q", 32)}
 GRAPHS = {
     # Where the flatbuffer begins, and its identifier.
@@ -208,8 +208,8 @@ def test_numbers_at_the_edges_in_a_forged_index_lead_nowhere(
 @pytest.mark.parametrize("region", [0, 71, 2**33 + 16384, 2**62])
 def test_a_region_where_no_pack_has_one_is_refused_before_anything_is_read(region: int) -> None:
     with pytest.raises(FormatError, match="which no pack has"):
-        head.check_region(Header(HeadKind.MPS, region, 0, 24, None))
-    head.check_region(Header(HeadKind.MPS, 2**33, 0, 24, None))
+        head.check_region(Header(KINDS["mps"], region, 0, 24, None))
+    head.check_region(Header(KINDS["mps"], 2**33, 0, 24, None))
 
 
 def test_a_region_that_is_no_multiple_of_a_page_is_refused() -> None:
@@ -252,7 +252,7 @@ def test_a_graph_that_reaches_2_gib_is_refused() -> None:
             return 2**31
 
     with pytest.raises(LimitError, match="below 2 GiB"):
-        head.encode(layout_of((3,)), Front(HeadKind.XNNPACK, lambda index: Long()))
+        head.encode(layout_of((3,)), Front(KINDS["xnnpack"], lambda index: Long()))
 
 
 def test_a_front_of_somebody_else_is_called_once_and_stands_where_the_header_says() -> None:
@@ -263,7 +263,7 @@ def test_a_front_of_somebody_else_is_called_once_and_stands_where_the_header_say
         return b"\x08\0\0\0XN01" + bytes(range(1, 101))
 
     layout = layout_of((3,))
-    encoded = head.encode(layout, Front(HeadKind.XNNPACK, graph))
+    encoded = head.encode(layout, Front(KINDS["xnnpack"], graph))
     assert asked == [layout.index]
     assert encoded.front[32:140] == b"\x08\0\0\0XN01" + bytes(range(1, 101))
     assert struct.unpack_from("<II", encoded.front, 10) == (32, 108)

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stream_pack.errors import FormatError, LimitError, NewerVersionError, NotAPackError
-from stream_pack.format import header
-from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.front import KINDS, decode_header
+from stream_pack.format.header import Header
 from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 U64 = st.integers(0, 2**64 - 1)
@@ -37,9 +37,9 @@ def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
     offset: int, nbytes: int
 ) -> None:
     data = b"\0\0\0\0MP00" + struct.pack("<QQ", offset, nbytes)
-    written = header.encode(HeadKind.MPS, b"graph", region_file_offset=offset, region_nbytes=nbytes)
+    written = KINDS["mps"].pack(b"graph", offset, nbytes)
     assert b"".join(written) == data + b"graph"
-    assert Header.decode(data) == Header(HeadKind.MPS, offset, nbytes, 24, None)
+    assert decode_header(data) == Header(KINDS["mps"], offset, nbytes, 24, None)
 
 
 @at_the_edges
@@ -48,11 +48,9 @@ def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_
     offset: int, nbytes: int
 ) -> None:
     data = b"\0\0\0\0XH00" + struct.pack("<HIIIQ", 30, 32, 5, offset, nbytes) + bytes(2)
-    written = header.encode(
-        HeadKind.XNNPACK, b"graph", region_file_offset=offset, region_nbytes=nbytes
-    )
+    written = KINDS["xnnpack"].pack(b"graph", offset, nbytes)
     assert b"".join(written) == data + b"graph"
-    assert Header.decode(data) == Header(HeadKind.XNNPACK, offset, nbytes, 32, 5)
+    assert decode_header(data) == Header(KINDS["xnnpack"], offset, nbytes, 32, 5)
 
 
 @at_the_edges
@@ -67,17 +65,15 @@ def test_that_of_a_ptd_stands_inside_its_flatbuffer(offset: int, nbytes: int) ->
         + bytes(8)
         + bytes(range(100))
     )
-    written = header.encode(
-        HeadKind.PTD, flatbuffer, region_file_offset=offset, region_nbytes=nbytes
-    )
+    written = KINDS["ptd"].pack(flatbuffer, offset, nbytes)
     assert b"".join(written) == data
-    assert header.graph_end(HeadKind.PTD, flatbuffer) == len(data) == 156
-    assert Header.decode(data[:56]) == Header(HeadKind.PTD, offset, nbytes, 0, 156)
+    assert KINDS["ptd"].before_graph_nbytes + len(flatbuffer) == len(data) == 156
+    assert decode_header(data[:56]) == Header(KINDS["ptd"], offset, nbytes, 0, 156)
 
 
 def test_a_region_that_the_header_of_xnnpack_cannot_point_at_is_refused() -> None:
     with pytest.raises(LimitError, match="32 bits") as caught:
-        header.encode(HeadKind.XNNPACK, b"graph", region_file_offset=2**32, region_nbytes=0)
+        KINDS["xnnpack"].pack(b"graph", 2**32, 0)
     assert (caught.value.value, caught.value.limit) == (2**32, 2**32 - 1)
 
 
@@ -101,13 +97,13 @@ FT01 = b"\x40\0\0\0FT01FH01"
 )
 def test_what_is_no_header_is_refused_and_shown(data: bytes, words: str) -> None:
     with pytest.raises(NotAPackError, match=words):
-        Header.decode(data)
+        decode_header(data)
 
 
 @pytest.mark.parametrize(("nbytes", "more"), [(39, 48), (40, 39), (2**32 - 1, 48)])
 def test_a_header_that_would_not_fit_into_its_gap_is_refused(nbytes: int, more: int) -> None:
     with pytest.raises(FormatError, match="goes on"):
-        Header.decode(FT01 + struct.pack("<IQQQQ", nbytes, more, 100, 16384, 0) + bytes(8))
+        decode_header(FT01 + struct.pack("<IQQQQ", nbytes, more, 100, 16384, 0) + bytes(8))
 
 
 def test_locator_and_footer_are_the_bytes_of_the_format() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import stream_pack
 from stream_pack import RawPayloadError
-from stream_pack.format.header import HeadKind
+from stream_pack.format.front import KINDS
 from stream_pack.reader.describe_et_file import describe_exported
 from stream_pack.reader.verify import verify
 from tests.support.et_files import Constant, Delegate, Named, mps_payload, program, ptd
@@ -85,7 +85,7 @@ def test_what_fills_it_adds_up_and_no_fault_is_seen(kind: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(("kind", "name"), [("mps", "1"), ("ptd", "far")])
 def test_a_constant_beyond_4_gib_opens(kind: str, name: str, tmp_path: Path) -> None:
-    with stream_pack.open(MAKE[kind](tmp_path / kind), kind=HeadKind(kind).value) as pack:
+    with stream_pack.open(MAKE[kind](tmp_path / kind), kind=KINDS[kind].name) as pack:
         assert pack[name].file_offset > 2**32
         assert np.array_equal(pack[name].numpy(), VALUES)
         assert pack[name].torch().tolist() == VALUES.tolist()

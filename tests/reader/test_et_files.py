@@ -11,7 +11,7 @@ import pytest
 import stream_pack
 from stream_pack import ChecksumError, FormatError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.cli import main
-from stream_pack.format.header import HeadKind
+from stream_pack.format.front import KINDS
 from stream_pack.reader.describe import Description
 from stream_pack.reader.describe_et_file import describe_exported
 from stream_pack.reader.verify import verify
@@ -186,10 +186,10 @@ def test_a_payload_opens_only_as_what_it_is(kind: str) -> None:
     }
     for other, path in paths.items():
         if other == kind:
-            stream_pack.open(path, kind=HeadKind(kind).value).close()
+            stream_pack.open(path, kind=KINDS[kind].name).close()
         else:
             with pytest.raises(NotAPackError, match=other):
-                stream_pack.open(path, kind=HeadKind(kind).value)
+                stream_pack.open(path, kind=KINDS[kind].name)
 
 
 # verify

@@ -21,7 +21,8 @@ from stream_pack import (
     RawPayloadError,
     TruncatedError,
 )
-from stream_pack.format.header import HeadKind, To
+from stream_pack.format.front import KINDS
+from stream_pack.format.header import To
 from stream_pack.metal.plan import plan_metal
 from stream_pack.reader.describe import describe
 from stream_pack.reader.verify import verify
@@ -50,7 +51,7 @@ def test_every_way_of_reading_works_on_every_kind(to: To, path: Path) -> None:
     wanted = tensors()
     with stream_pack.open(path, verify="full") as pack:
         assert pack.kind == "pack"
-        assert pack.head.kind is HeadKind(to)
+        assert pack.head.kind is KINDS[to]
         assert list(pack) == list(wanted)
         for name, tensor in wanted.items():
             assert torch.equal(pack[name].torch(), tensor)

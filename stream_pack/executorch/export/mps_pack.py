@@ -12,8 +12,7 @@ from stream_pack.et_files.mps_types import DTYPE_OF
 from stream_pack.executorch.export.held import Held
 from stream_pack.format import head
 from stream_pack.format.catalog import CatalogBuilder
-from stream_pack.format.front import Front
-from stream_pack.format.header import HeadKind
+from stream_pack.format.front import KINDS, Front
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
 
@@ -80,7 +79,7 @@ def plan_region(constants: Sequence[Constant]) -> Region:
 
 def assemble(region: Region, graph: bytes) -> Held:
     """The pack of ``region`` behind ``graph``, the flatbuffer that says the same.  Copies: none of the constants."""
-    encoded = head.encode(region.layout, Front(HeadKind.MPS, lambda index: graph))
+    encoded = head.encode(region.layout, Front(KINDS["mps"], lambda index: graph))
     checksums = np.array(
         [checksum for held in region.buffers for checksum in held.block_checksums], "<u8"
     ).tobytes()

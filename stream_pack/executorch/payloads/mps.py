@@ -20,7 +20,7 @@ from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, na
 from stream_pack.executorch.payloads.payload import write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.header import HeadKind
+from stream_pack.format.front import KINDS
 from stream_pack.report import Report
 from stream_pack.writer.pack import Progress
 from stream_pack.writer.sink import BinaryWriter
@@ -62,7 +62,7 @@ def build_mps_payload(
     named = name_constants("value", _constant_ids(graph), names)
     wanted = [_constant(graph, *constant) for constant in named]
     return write_payload(
-        HeadKind.MPS,
+        KINDS["mps"],
         partial(encode_graph, graph),
         constants,
         wanted,

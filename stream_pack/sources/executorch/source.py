@@ -19,6 +19,7 @@ from stream_pack.et_files.constants import BYTES, UNKNOWN, Constants
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.front import KINDS
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.bytestream import ByteStream
@@ -35,12 +36,6 @@ __all__ = ["open_exported"]
 DATA = "the constants"
 NO_DTYPE = "has a dtype that a pack has no name for"
 TAIL_NBYTES = len(Footer.MAGIC)
-_KINDS = {
-    "pte": "ExecuTorch program",
-    "ptd": "ExecuTorch data file",
-    "mps": "MP00 payload",
-    "xnnpack": "XH00 payload",
-}
 
 
 def open_exported(
@@ -138,7 +133,8 @@ class ExportedSource(Source):
 
     @property
     def kind(self) -> str:
-        return _KINDS[self._survey.kind]
+        kind = self._survey.kind
+        return "ExecuTorch program" if kind == "pte" else KINDS[kind].raw
 
     @property
     def chooses_order(self) -> bool:
