@@ -43,19 +43,36 @@ if TYPE_CHECKING:
         UntestedVersionError,
     )
     from stream_pack.format.align import Alignment
+    from stream_pack.inspection.inspect import inspect
+    from stream_pack.inspection.inspection import (
+        InspectedPart,
+        InspectedPayload,
+        InspectedTensor,
+        Inspection,
+    )
+    from stream_pack.reader.damage import Damage, VerifyReport
     from stream_pack.reader.pack import Pack, open
-    from stream_pack.reader.safe_open import load_file, safe_open
+    from stream_pack.reader.safe_open import SafeOpen, SafeSlice, load_file, safe_open
+    from stream_pack.reader.verify import verify
+    from stream_pack.reader.views import TensorSlice, View
     from stream_pack.report import Forecast, Report
     from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
     from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
+    from stream_pack.writer.sink import BinaryWriter
 
 __all__ = [
     "Alignment",
     "AlignmentError",
+    "BinaryWriter",
     "ChecksumError",
+    "Damage",
     "Forecast",
     "FormatError",
+    "InspectedPart",
+    "InspectedPayload",
+    "InspectedTensor",
+    "Inspection",
     "LimitError",
     "MappingInUse",
     "MetalBufferError",
@@ -70,11 +87,14 @@ __all__ = [
     "PartWriter",
     "RawPayloadError",
     "Report",
+    "SafeOpen",
+    "SafeSlice",
     "SourceChecksumError",
     "SourceError",
     "Spec",
     "StateError",
     "StreamPackError",
+    "TensorSlice",
     "TensorTooLarge",
     "TrailingBytesError",
     "TruncatedError",
@@ -84,34 +104,51 @@ __all__ = [
     "UnsupportedDtype",
     "UnsupportedTensorError",
     "UntestedVersionError",
+    "VerifyReport",
+    "View",
     "Writer",
     "__version__",
     "convert",
     "executorch",
     "forecast",
+    "inspect",
     "load_file",
     "metal",
     "open",
     "safe_open",
     "save_file",
+    "verify",
 ]
 
 _MODULES = {
     "Alignment": "stream_pack.format.align",
+    "BinaryWriter": "stream_pack.writer.sink",
+    "Damage": "stream_pack.reader.damage",
     "Forecast": "stream_pack.report",
+    "InspectedPart": "stream_pack.inspection.inspection",
+    "InspectedPayload": "stream_pack.inspection.inspection",
+    "InspectedTensor": "stream_pack.inspection.inspection",
+    "Inspection": "stream_pack.inspection.inspection",
     "Pack": "stream_pack.reader.pack",
     "ParallelWriter": "stream_pack.writer.parallel",
     "Part": "stream_pack.writer.parallel",
     "PartWriter": "stream_pack.writer.parallel",
     "Report": "stream_pack.report",
+    "SafeOpen": "stream_pack.reader.safe_open",
+    "SafeSlice": "stream_pack.reader.safe_open",
     "Spec": "stream_pack.writer.incremental",
+    "TensorSlice": "stream_pack.reader.views",
+    "VerifyReport": "stream_pack.reader.damage",
+    "View": "stream_pack.reader.views",
     "Writer": "stream_pack.writer.incremental",
     "convert": "stream_pack.writer.convert",
     "forecast": "stream_pack.writer.convert",
+    "inspect": "stream_pack.inspection.inspect",
     "load_file": "stream_pack.reader.safe_open",
     "open": "stream_pack.reader.pack",
     "safe_open": "stream_pack.reader.safe_open",
     "save_file": "stream_pack.writer.convert",
+    "verify": "stream_pack.reader.verify",
 }
 
 

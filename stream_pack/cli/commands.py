@@ -145,19 +145,12 @@ def _key(steps: tuple[str, ...]) -> Key:
 
 def inspect(arguments: Arguments, standard: Standard) -> int:
     """Describe a pack, or a file that ExecuTorch wrote."""
-    from stream_pack.metal.plan import plan_metal
-    from stream_pack.reader.describe import describe
-    from stream_pack.reader.describe_et_file import describe_exported
-    from stream_pack.reader.pack import open as open_pack
+    from stream_pack.inspection.inspect import inspect as library
 
-    description = describe_exported(arguments.source, offset=arguments.offset)
-    metal = ""
-    if description is None:
-        with open_pack(arguments.source, offset=arguments.offset) as pack:
-            description = describe(pack)
-            metal = f"\n{plan_metal(pack).summary()}"
-    text = f"{description.to_text(standard.width())}{metal}"
-    standard.write(json.dumps(description.to_json()) if arguments.json else text)
+    inspection = library(arguments.source, offset=arguments.offset)
+    standard.write(
+        json.dumps(inspection.to_json()) if arguments.json else inspection.to_text(standard.width())
+    )
     return DONE
 
 

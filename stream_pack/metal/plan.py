@@ -111,8 +111,8 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
 
     Raises: LimitError for a limit below one page; RawPayloadError for a raw payload.
     """
-    region_file_offset = pack.head.region_file_offset
-    index = pack.contents.index
+    region_file_offset = pack._head.region_file_offset
+    index = pack._contents.index
     nbytes = index.tensor_nbytes
     held = nbytes > 0
     placed = pack.offset % PAGE_NBYTES == 0

@@ -106,7 +106,7 @@ class Weights(Mapping[str, MetalView]):
             )
         self.pack = pack
         self.device = device
-        self._region_file_offset = pack.head.region_file_offset
+        self._region_file_offset = pack._head.region_file_offset
         self._plan = _plan(pack, limit)
         self._owns_pack = owns_pack
         self._closed = False
@@ -230,7 +230,7 @@ class Weights(Mapping[str, MetalView]):
         return buffer
 
     def _number(self, name: str) -> int:
-        tensor = self.pack.contents.index.find(name)
+        tensor = self.pack._contents.index.find(name)
         assert tensor is not None
         return tensor
 
@@ -270,7 +270,7 @@ class Weights(Mapping[str, MetalView]):
             self._closed = True
 
     def _in_use(self, live: list[tuple[int, int]]) -> MappingInUse:
-        index = self.pack.contents.index
+        index = self.pack._contents.index
         tensors = sorted(set().union(*(self._users[key] for key in live)))
         names = tuple(index.name(tensor) for tensor in tensors)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -304,7 +304,7 @@ class Weights(Mapping[str, MetalView]):
 
 
 def _plan(pack: Pack, limit: int) -> Windows:
-    index = pack.contents.index
+    index = pack._contents.index
     plan = plan_windows(index.offsets, index.tensor_nbytes, max_buffer_length=limit)
     outside = np.flatnonzero((plan.of == NO_WINDOW) & (index.tensor_nbytes > 0))
     if len(outside):

@@ -29,13 +29,14 @@ __all__ = ["Contents", "Lender"]
 class Contents:
     """What an open file holds: an index, and the region it speaks of.
 
-    ``head`` is None for a raw payload, which has no index of its own.  ``faults`` says of a tensor why its bytes are
-    not the tensor that its dtype and shape promise; no pack has any.
+    ``head`` and ``checksum`` (the footer's) are None for a raw payload, which has no index of its own.  ``faults`` says
+    why a tensor's bytes are not what its dtype and shape promise; no pack has any.
 
     Units: bytes; ``region_file_offset`` counts from the pack's first byte.
     """
 
     head: Head | None
+    checksum: int | None
     index: Index
     region_file_offset: int
     region_nbytes: int

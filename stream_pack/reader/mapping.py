@@ -20,7 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import MappingInUse, StateError, TruncatedError
+from stream_pack.errors import MappingInUse, OptionError, StateError, TruncatedError
 
 __all__ = ["FileRange", "Mapping", "map_shared"]
 
@@ -33,11 +33,13 @@ class FileRange:
     of one file from another.
 
     Units: bytes; ``offset`` counts from the file's first byte.
-    Raises: OSError, also for anything that is no regular file, because only those can be mapped; every method, once
-    closed, StateError, also when another thread closes it.
+    Raises: OptionError for a negative number; OSError, also for anything but a regular file, because only those can be
+    mapped; every method, once closed, StateError, also when another thread closes it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
+        if offset < 0 or (nbytes is not None and nbytes < 0):
+            raise OptionError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
         self.name = os.fsdecode(path)
         self.path = os.path.abspath(self.name)
         self.offset = offset

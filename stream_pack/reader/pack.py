@@ -1,4 +1,4 @@
-"""The door: :func:`open` gives a :class:`Pack`, a mapping of names to tensors that stand in the file.
+"""The public entry point: :func:`open` gives a :class:`Pack`, a mapping of names to tensors in the file.
 
 Opening proves the head and every bound in it, and reads no byte of a tensor (docs/FORMAT.md, "What a reader must do").
 """
@@ -6,15 +6,14 @@ Opening proves the head and every bound in it, and reads no byte of a tensor (do
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import RawPayloadError, StateError, UnknownTensorError
+from stream_pack.errors import OptionError, RawPayloadError, StateError, UnknownTensorError
 from stream_pack.format.front import KINDS
 from stream_pack.format.head import Head
 from stream_pack.format.proof import prove_footer, prove_length
@@ -58,15 +57,13 @@ def open(
 
     Units: bytes; ``offset`` counts from the file's first byte.
     Copies: none.
-    Raises: OSError; NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, TrailingBytesError, FormatError,
-    ChecksumError.
+    Raises: OSError; OptionError; NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, TrailingBytesError,
+    FormatError, ChecksumError.
     """
-    if offset < 0 or (nbytes is not None and nbytes < 0):
-        raise ValueError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
-    if verify not in ("never", "lazy", "full"):
-        raise ValueError(f"verify={verify!r}: expected 'never', 'lazy' or 'full'")
+    if verify not in get_args(Verify):
+        raise OptionError(f"verify={verify!r}: expected 'never', 'lazy' or 'full'")
     if kind not in get_args(Kind):
-        raise ValueError(f"kind={kind!r}: expected 'pack', 'mps', 'xnnpack' or 'ptd'")
+        raise OptionError(f"kind={kind!r}: expected 'pack', 'mps', 'xnnpack' or 'ptd'")
     file = FileRange(path, offset=offset, nbytes=nbytes)
     try:
         with naming(file):
@@ -77,7 +74,6 @@ def open(
 
 
 def _open(file: FileRange, origin: _Origin) -> Pack:
-    head = None
     if origin.kind != "pack":
         if origin.verify != "never":
             raise RawPayloadError(
@@ -88,13 +84,21 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
         head = read_head(file)
         contained = origin.offset != 0 or origin.nbytes is not None
         prove_length(head, file.available, contained=contained)
-        prove_footer(head, read_footer(file, head))
+        footer = prove_footer(head, read_footer(file, head))
         contents = Contents(
-            head, head.index, head.region_file_offset, head.region_nbytes, head.pack_nbytes, {}
+            head=head,
+            checksum=footer.checksum,
+            index=head.index,
+            region_file_offset=head.region_file_offset,
+            region_nbytes=head.region_nbytes,
+            nbytes=head.pack_nbytes,
+            faults={},
         )
     mapping = FileMapping(file, contents.nbytes)
-    check = BlockCheck(mapping, head) if head is not None and origin.verify == "lazy" else None
-    pack = Pack(Lender(mapping, contents, check), origin)
+    lazy = origin.verify == "lazy"
+    check = BlockCheck(mapping, contents.head) if contents.head is not None and lazy else None
+    pack = Pack.__new__(Pack)
+    pack._lender, pack._origin = Lender(mapping, contents, check), origin
     if origin.verify == "full":
         pack.verify().raise_if_damaged()
     return pack
@@ -151,15 +155,17 @@ class Pack(Mapping[str, View]):
     Raises (everything but :meth:`close`): StateError once closed, also when another thread closes it meanwhile.
     """
 
-    def __init__(self, lender: Lender, origin: _Origin) -> None:
-        self._lender = lender
-        self._origin = origin
+    _lender: Lender
+    _origin: _Origin
+
+    def __init__(self) -> None:
+        raise TypeError("a Pack is made by stream_pack.open")
 
     def __repr__(self) -> str:
         state = "closed" if self._lender.closed else f"{len(self)} tensors"
         return f"<Pack {self.path!r}, {state}>"
 
-    def __reduce__(self) -> tuple[Callable[[_Origin], Pack], tuple[_Origin]]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _reopen, (self._origin,)
 
     @property
@@ -175,7 +181,7 @@ class Pack(Mapping[str, View]):
     @property
     def nbytes(self) -> int:
         """Length of the pack in bytes."""
-        return self._lender.contents.nbytes
+        return self._contents.nbytes
 
     @property
     def kind(self) -> Kind:
@@ -183,31 +189,45 @@ class Pack(Mapping[str, View]):
         return self._origin.kind
 
     @property
-    def head(self) -> Head:
-        """The validated head.  Raises: RawPayloadError for a raw payload, which has none."""
-        head = self._lender.contents.head
-        if head is None:
-            raise RawPayloadError(
-                f"{self.path}: a raw payload has no index of its own and no checksums"
-            )
-        return head
+    def checksum(self) -> int:
+        """The root checksum, an XXH3-64 that covers the checksums of the head and of every block.
+
+        Packs of the same checksum hold the same bytes.  It is what the footer says: opening proves where the footer is
+        and no more; ``verify="lazy"`` or ``"full"`` and :meth:`verify` prove that it is right.
+
+        Raises: RawPayloadError for a raw payload, which has none.
+        """
+        checksum = self._contents.checksum
+        if checksum is None:
+            raise self._no_head()
+        return checksum
 
     @property
-    def contents(self) -> Contents:
+    def _head(self) -> Head:
+        head = self._contents.head
+        if head is None:
+            raise self._no_head()
+        return head
+
+    def _no_head(self) -> RawPayloadError:
+        return RawPayloadError(f"{self.path}: a raw payload has no index and no checksums")
+
+    @property
+    def _contents(self) -> Contents:
         """Index and region, also of a raw payload."""
         return self._lender.contents
 
     @property
     def metadata(self) -> dict[str, str]:
         """The text that its writer attached to the pack; a copy."""
-        return self._lender.contents.index.notes()
+        return self._contents.index.notes()
 
     def notes(self, name: str) -> dict[str, str]:
         """The text that belongs to one tensor; a copy.  Raises: UnknownTensorError."""
-        return self._lender.contents.index.notes(self._find(name))
+        return self._contents.index.notes(self._find(name))
 
     def _find(self, name: object) -> int:
-        index = self._lender.contents.index
+        index = self._contents.index
         tensor = index.find(name) if isinstance(name, str) else None
         if tensor is None:
             raise UnknownTensorError(
@@ -221,13 +241,13 @@ class Pack(Mapping[str, View]):
         return view_of(self._lender, self._find(name), name)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._lender.contents.index.find(name) is not None
+        return isinstance(name, str) and self._contents.index.find(name) is not None
 
     def __len__(self) -> int:
-        return len(self._lender.contents.index)
+        return len(self._contents.index)
 
     def __iter__(self) -> Iterator[str]:
-        index = self._lender.contents.index
+        index = self._contents.index
         return map(index.name, range(len(index)))
 
     def _views(self) -> Iterator[View]:
@@ -258,11 +278,11 @@ class Pack(Mapping[str, View]):
         Units: bytes; ``file_offset`` counts from the pack's first byte.
         Copies: none.
         Lifetime: the array keeps the memory by itself.
-        Raises: ValueError for a range that is empty or not inside the pack; TruncatedError when the file was made
+        Raises: OptionError for a range that is empty or not inside the pack; TruncatedError when the file was made
         shorter meanwhile.
         """
         if file_offset < 0 or nbytes < 1 or file_offset + nbytes > self.nbytes:
-            raise ValueError(
+            raise OptionError(
                 f"bytes {file_offset} to {file_offset + nbytes} are not inside the pack's {self.nbytes}"
             )
         return self._lender.range(file_offset, nbytes, tensors)
@@ -281,7 +301,7 @@ class Pack(Mapping[str, View]):
         tensor data.
         Raises: RawPayloadError for a raw payload, which has nothing to verify it against.
         """
-        return verify_mapped(self._lender.mapping, self.head, jobs=jobs, progress=progress)
+        return verify_mapped(self._lender.mapping, self._head, jobs=jobs, progress=progress)
 
     def close(self) -> None:
         """Unmap the file.  Nothing happens when already closed.
@@ -293,10 +313,5 @@ class Pack(Mapping[str, View]):
     def __enter__(self) -> Pack:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._lender.release()

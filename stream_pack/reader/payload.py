@@ -61,6 +61,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
     region = payload.region_file_offset
     return Contents(
         head=None,
+        checksum=None,
         index=index_of(constants, origin=region),
         region_file_offset=region,
         region_nbytes=payload.region_nbytes,

@@ -43,9 +43,10 @@ class View:
     nbytes: int
     offset: int
     file_offset: int
-    _lender: Lender
-    _tensor: int
-    _start: int = field(default=0)
+    # What the bytes come from: the pack, the tensor's number, and the first byte in it.
+    _lender: Lender = field(init=False)
+    _tensor: int = field(init=False)
+    _start: int = field(init=False)
 
     def __repr__(self) -> str:
         return f"<View {self.name!r} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
@@ -106,16 +107,22 @@ def view_of(lender: Lender, tensor: int, name: str) -> View:
     contents = lender.contents
     index = contents.index
     offset = index.offset(tensor)
-    return View(
+    view = View(
         name=name,
         dtype=index.dtype_name(tensor),
         shape=index.shape(tensor),
         nbytes=int(index.tensor_nbytes[tensor]),
         offset=offset,
         file_offset=contents.region_file_offset + offset,
-        _lender=lender,
-        _tensor=tensor,
     )
+    return _lent(view, lender, tensor, 0)
+
+
+def _lent(view: View, lender: Lender, tensor: int, start: int) -> View:
+    """``view``, with what its bytes come from: no field of that shows in its signature."""
+    for name, value in (("_lender", lender), ("_tensor", tensor), ("_start", start)):
+        object.__setattr__(view, name, value)
+    return view
 
 
 class TensorSlice:
@@ -156,14 +163,14 @@ class TensorSlice:
                 f"tensor {view.name!r}: elements {first} to {first + count} of {bits} bits do not stand at whole bytes"
             )
         begin, nbytes = first * bits // 8, count * bits // 8
-        return replace(
+        part = replace(
             view,
             shape=shape,
             nbytes=nbytes,
             offset=view.offset + begin,
             file_offset=view.file_offset + begin,
-            _start=view._start + begin,
         )
+        return _lent(part, view._lender, view._tensor, view._start + begin)
 
 
 def safetensors_name(dtype: str) -> str:

@@ -22,7 +22,7 @@ from stream_pack import (
     UnsupportedTensorError,
 )
 from stream_pack.et_files.survey import Survey, survey_payload, survey_program
-from stream_pack.reader.describe_et_file import describe_exported
+from stream_pack.inspection.inspect import inspect
 from stream_pack.reader.verify import verify
 from tests.et_files.test_survey import Bytes
 from tests.sources.byte_sources import Dribble
@@ -75,7 +75,7 @@ def assert_all_survive(data: bytes, path: Path) -> None:
     """The same of everything that reads such files."""
     path.write_bytes(data)
     with may_refuse(FormatError, NotAPackError, TruncatedError):
-        description = describe_exported(path)
+        description = inspect(path)
         if description is not None:
             assert sum(part.nbytes for part in description.parts) == len(data)
             description.to_text()

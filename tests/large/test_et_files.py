@@ -11,7 +11,7 @@ import pytest
 import stream_pack
 from stream_pack import RawPayloadError
 from stream_pack.format.front import KINDS
-from stream_pack.reader.describe_et_file import describe_exported
+from stream_pack.inspection.inspect import inspect
 from stream_pack.reader.verify import verify
 from tests.support.et_files import Constant, Delegate, Named, mps_payload, program, ptd
 
@@ -74,7 +74,7 @@ MAKE: dict[str, Callable[[Path], Path]] = {
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_fills_it_adds_up_and_no_fault_is_seen(kind: str, tmp_path: Path) -> None:
     path = MAKE[kind](tmp_path / kind)
-    description = describe_exported(path)
+    description = inspect(path)
     assert description is not None
     assert sum(part.nbytes for part in description.parts) == path.stat().st_size > 2**32
     assert max(row.file_offset for row in description.rows) > 2**32

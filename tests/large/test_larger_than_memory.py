@@ -19,7 +19,7 @@ from stream_pack.format.checksum import xxh3_of_zeros
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
 from stream_pack.format.layout import Policy, plan
-from stream_pack.reader.describe import describe
+from stream_pack.inspection.of_pack import inspect_pack
 from tests.support.memory import anonymous_nbytes
 from tests.support.smaps import mapped_file
 
@@ -91,7 +91,7 @@ def test_opening_listing_and_describing_touch_next_to_nothing(path: Path) -> Non
     # PT#23382
     with stream_pack.open(path) as pack:
         assert [(name, view.shape) for name, view in pack.items()][2] == ("last", (3,))
-        description = describe(pack)
+        description = inspect_pack(pack)
         assert pack["huge"].torch().is_pinned() is False
         assert mapped_file(path).resident < MIB
     assert sum(part.nbytes for part in description.parts) == path.stat().st_size

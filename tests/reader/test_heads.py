@@ -23,8 +23,8 @@ from stream_pack import (
 )
 from stream_pack.format.front import KINDS
 from stream_pack.format.header import To
+from stream_pack.inspection.of_pack import inspect_pack
 from stream_pack.metal.plan import plan_metal
-from stream_pack.reader.describe import describe
 from stream_pack.reader.verify import verify
 from tests.support.damage import may_refuse
 from tests.support.packs import pack_bytes, places, reseal, tensors
@@ -51,7 +51,7 @@ def test_every_way_of_reading_works_on_every_kind(to: To, path: Path) -> None:
     wanted = tensors()
     with stream_pack.open(path, verify="full") as pack:
         assert pack.kind == "pack"
-        assert pack.head.kind is KINDS[to]
+        assert pack._head.kind is KINDS[to]
         assert list(pack) == list(wanted)
         for name, tensor in wanted.items():
             assert torch.equal(pack[name].torch(), tensor)
@@ -83,7 +83,7 @@ def test_kinds_differ_for_a_gpu_in_nothing(to: To, path: Path) -> None:
 def test_the_parts_fill_the_file(to: To, header_nbytes: dict[To, int], path: Path) -> None:
     path.write_bytes(VECTORS[to])
     with stream_pack.open(path) as pack:
-        description = describe(pack)
+        description = inspect_pack(pack)
     parts = {part.name: part.nbytes for part in description.parts}
     assert description.head == description.to_json()["head"] == to
     words = {"mps": "", "xnnpack": "a payload of its XNNPACK delegate", "ptd": "a .ptd"}[to]
@@ -242,7 +242,7 @@ def test_padding_between_graph_and_index_must_be_zero(to: To, path: Path) -> Non
     for count in range(1, 9):
         data = pack_bytes(path, {f"t{n}": torch.ones(1) for n in range(count)}, to=to)
         with stream_pack.open(path) as pack:
-            end, index = pack.head.graph_end, pack.head.index_file_offset
+            end, index = pack._head.graph_end, pack._head.index_file_offset
         if end < index:
             break
     changed = bytearray(data)

@@ -22,7 +22,7 @@ from stream_pack import (
 )
 from stream_pack.format import graph_mps
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.reader.describe import describe
+from stream_pack.inspection.of_pack import inspect_pack
 from tests.support.damage import Share, check_each, flipped, may_refuse, some_or_all
 from tests.support.packs import pack_bytes, tensors
 
@@ -165,7 +165,7 @@ def test_a_pack_is_a_payload_too(tmp_path: Path) -> None:
 def test_a_description_of_a_payload_adds_up_and_shows_the_faults() -> None:
     for case in CASES:
         with stream_pack.open(payload(case), kind="mps") as pack:
-            description = describe(pack)
+            description = inspect_pack(pack)
         assert sum(part.nbytes for part in description.parts) == payload(case).stat().st_size
         assert description.to_text().count("FAULT") == sum(
             map(is_wrong_about_itself, meta(case)["constants"])

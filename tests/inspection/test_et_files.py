@@ -12,8 +12,8 @@ import stream_pack
 from stream_pack import ChecksumError, FormatError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.cli import main
 from stream_pack.format.front import KINDS
-from stream_pack.reader.describe import Description
-from stream_pack.reader.describe_et_file import describe_exported
+from stream_pack.inspection.inspect import inspect
+from stream_pack.inspection.inspection import Inspection
 from stream_pack.reader.verify import verify
 from tests.support.et_files import Constant, Delegate, Named, mps_payload, program
 
@@ -26,13 +26,13 @@ PACKS = VECTORS / "programs" / "packs.pte"
 PACK_AT = (16384, 65536)
 
 
-def described(path: Path) -> Description:
-    description = describe_exported(path)
-    assert description is not None
+def described(path: Path) -> Inspection:
+    description = inspect(path)
+    assert description.kind != "pack"
     return description
 
 
-def parts(description: Description) -> dict[str, int]:
+def parts(description: Inspection) -> dict[str, int]:
     return {part.name: part.nbytes for part in description.parts}
 
 
@@ -138,15 +138,10 @@ def test_inspect_says_where_packs_are_and_reads_them_there(
         assert np.array_equal(pack["layers.0.w"].numpy(), expected)
 
 
-def test_a_pack_is_none_of_these(tmp_path: Path) -> None:
-    stream_pack.save_file({"w": np.ones(3, np.float32)}, tmp_path / "pack")
-    assert describe_exported(tmp_path / "pack") is None
-
-
 def test_what_is_nothing_known_is_refused_as_before(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello, this is text")
     with pytest.raises(NotAPackError):
-        describe_exported(tmp_path / "text")
+        inspect(tmp_path / "text")
 
 
 # open

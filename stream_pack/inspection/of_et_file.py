@@ -9,33 +9,35 @@ import numpy as np
 
 from stream_pack.et_files.payload import Payload
 from stream_pack.et_files.survey import Survey
-from stream_pack.reader.describe import Description, Part, PayloadRow, rows_of
+from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, Inspection
+from stream_pack.inspection.rows import rows_of
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.opening import naming
 from stream_pack.reader.payload import index_of
 from stream_pack.reader.survey_file import survey_file
 
-__all__ = ["describe_exported"]
+__all__ = ["inspect_et_file"]
 
 
-def describe_exported(path: str | os.PathLike[str], *, offset: int = 0) -> Description | None:
-    """Describe a program, raw payload or data file; None for a pack.
+def inspect_et_file(
+    path: str | os.PathLike[str], *, offset: int, nbytes: int | None
+) -> Inspection | None:
+    """Inspect a program, raw payload or data file; None for a pack.
 
-    ``offset`` says where it begins in the file.  Raises: OSError; as
-    :func:`stream_pack.reader.survey_file.survey_file`.
+    Raises: OSError; as :func:`stream_pack.reader.survey_file.survey_file`.
     """
-    file = FileRange(path, offset=offset, nbytes=None)
+    file = FileRange(path, offset=offset, nbytes=nbytes)
     try:
         with naming(file):
             survey = survey_file(file)
     finally:
         file.close()
-    return None if survey is None else _description(survey, file)
+    return None if survey is None else _inspection(survey, file)
 
 
-def _description(survey: Survey, file: FileRange) -> Description:
+def _inspection(survey: Survey, file: FileRange) -> Inspection:
     index = index_of(survey.constants, origin=0)
-    return Description(
+    return Inspection(
         path=file.path,
         kind=survey.kind,
         nbytes=file.available,
@@ -50,13 +52,13 @@ def _description(survey: Survey, file: FileRange) -> Description:
         faults=tuple(
             fault.text
             for fault in survey.faults
-            if not (fault.fatal and fault.part == "constant")  # which stands in the row
+            if not (fault.fatal and fault.part == "constant")  # which is in the row
         ),
     )
 
 
-def _payload_row(payload: Payload) -> PayloadRow:
-    return PayloadRow(
+def _payload_row(payload: Payload) -> InspectedPayload:
+    return InspectedPayload(
         name=payload.users[0],
         backend=payload.backend,
         kind=payload.kind,
@@ -71,7 +73,7 @@ def _payload_row(payload: Payload) -> PayloadRow:
 PADDING, TRAILING = "padding", "trailing bytes"
 
 
-def _parts(survey: Survey, nbytes: int) -> Iterator[Part]:
+def _parts(survey: Survey, nbytes: int) -> Iterator[InspectedPart]:
     """Every byte counts once: for a constant, else for the first span that has it, else as padding."""
     begins = survey.constants.file_offsets
     ends = begins + survey.constants.nbytes
@@ -101,4 +103,4 @@ def _parts(survey: Survey, nbytes: int) -> Iterator[Part]:
         counted |= covered
         total = int(widths[covered].sum())
         if total:
-            yield Part(name, total)
+            yield InspectedPart(name, total)

@@ -11,13 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_pack
-from stream_pack.reader.describe import Description, describe
+from stream_pack.cli import main
+from stream_pack.inspection.inspection import Inspection
+from stream_pack.inspection.of_pack import inspect_pack
 from tests.support.packs import pack_bytes, places, tensors
+from tests.vectors import minimal_reader
 
 
-def described(path: Path) -> Description:
+def described(path: Path) -> Inspection:
     with stream_pack.open(path) as pack:
-        return describe(pack)
+        return inspect_pack(pack)
 
 
 @pytest.fixture
@@ -172,3 +175,31 @@ def test_an_empty_pack_has_a_description(path: Path) -> None:
     assert description.rows == ()
     assert "0 tensors" in description.to_text()
     assert sum(part.nbytes for part in description.parts) == path.stat().st_size
+
+
+def test_the_root_checksum_is_that_of_the_file_as_a_foreign_reader_finds_it(path: Path) -> None:
+    data = pack_bytes(path)
+    expected = minimal_reader.read(data).root_checksum
+    with stream_pack.open(path) as pack:
+        assert pack.checksum == expected
+        assert inspect_pack(pack).checksum == expected
+    inspection = stream_pack.inspect(path)
+    assert inspection.checksum == expected
+    assert f"root checksum {expected:016x}" in inspection.to_text().splitlines()
+    assert inspection.to_json()["checksum"] == f"{expected:016x}"
+
+
+def test_the_library_says_what_the_command_prints(
+    path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pack_bytes(path, metadata={"format": "pt"})
+    for before in (0, 16384):
+        inside = path.with_name(f"at {before}")
+        inside.write_bytes(bytes(before) + path.read_bytes())
+        assert main(["inspect", str(inside), "--offset", str(before)]) == 0
+        text = capfd.readouterr().out
+        assert text == f"{stream_pack.inspect(inside, offset=before).to_text()}\n"
+        assert "Metal: 1 window" in text
+        assert main(["inspect", str(inside), "--offset", str(before), "--json"]) == 0
+        found = stream_pack.inspect(inside, offset=before, nbytes=path.stat().st_size)
+        assert json.loads(capfd.readouterr().out) == json.loads(json.dumps(found.to_json()))
