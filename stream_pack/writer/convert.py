@@ -1,36 +1,32 @@
-"""The public entries that write whole packs; they own every default."""
+"""The public functions that write a whole pack in one call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING
 
-from stream_pack.errors import LimitError, OptionError, SourceError
+from stream_pack.errors import SourceError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import plain_front
+from stream_pack.format.front import Front
 from stream_pack.format.header import To
-from stream_pack.format.layout import Policy
-from stream_pack.pipeline.adapt.cast_plan import cast_rules
-from stream_pack.pipeline.adapt.select import Order, Rename, Selection
-from stream_pack.pipeline.adapt.source import Adaptation, adapted
+from stream_pack.pipeline.adapt.select import Order
+from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, open_source
 from stream_pack.sources.torch_save.nesting import Key
 from stream_pack.writer.forecast import forecast_pack
+from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert", "forecast", "save_file"]
-
-Patterns: TypeAlias = "str | Iterable[str]"
-Renaming: TypeAlias = "str | Callable[[str], str]"
+__all__ = ["convert", "convert_with", "forecast", "forecast_with", "save_file"]
 
 
 def convert(
@@ -42,7 +38,7 @@ def convert(
     ignore_unknown: bool = False,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    rename: Renaming | Iterable[Renaming] | None = None,
+    rename: Renames | None = None,
     dtype: object = None,
     order: Order = "source",
     metadata: Mapping[str, str] | None = None,
@@ -103,35 +99,27 @@ def convert(
     Raises: OptionError; SourceError, also when nothing is left by ``include`` and ``exclude`` or two
     tensors would have one name; LimitError; OSError.  A target path is then as it was before.
     """
-    _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
-    front = plain_front(to)
-    adaptation = _adaptation(include, exclude, rename, dtype, order)
-    policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
-    with ExitStack() as stack:
-        sink = stack.enter_context(open_sink(target))
-        _refuse_overwriting(source, sink)
-        spool = Spool(sink.folder or spool_dir, announce=announce)
-        opened = stack.enter_context(
-            open_source(
-                source,
-                key=key,
-                ignore_unknown=ignore_unknown,
-                spool=spool,
-                max_memory=max_memory,
-            )
-        )
-        return write_pack(
-            adapted(opened, adaptation),
-            sink,
-            front=front,
-            policy=policy,
-            metadata=metadata or {},
-            chunk_nbytes=chunk_nbytes,
-            jobs=jobs or default_jobs(),
-            spool=spool,
-            progress=progress,
-            max_memory=max_memory,
-        )
+    options = ConvertOptions(
+        to=to,
+        key=key,
+        ignore_unknown=ignore_unknown,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        order=order,
+        metadata=metadata,
+        alignment=alignment,
+        block_nbytes=block_nbytes,
+        allow_blowup=allow_blowup,
+        jobs=jobs,
+        chunk_nbytes=chunk_nbytes,
+        max_memory=max_memory,
+        spool_dir=spool_dir,
+        progress=progress,
+        announce=announce,
+    )
+    return convert_with(source, target, options)
 
 
 def forecast(
@@ -143,7 +131,7 @@ def forecast(
     ignore_unknown: bool = False,
     include: Patterns | None = None,
     exclude: Patterns | None = None,
-    rename: Renaming | Iterable[Renaming] | None = None,
+    rename: Renames | None = None,
     dtype: object = None,
     order: Order = "source",
     metadata: Mapping[str, str] | None = None,
@@ -159,23 +147,24 @@ def forecast(
     ``to_stream``: the target is a descriptor or file object, not a path.
     Raises: what :func:`convert` would raise before its first byte.
     """
-    _check_options(jobs, chunk_nbytes, max_memory, alignment, metadata)
-    front = plain_front(to)
-    adaptation = _adaptation(include, exclude, rename, dtype, order)
-    policy = Policy(alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup)
-    with open_source(
-        source, key=key, ignore_unknown=ignore_unknown, max_memory=max_memory
-    ) as opened:
-        return forecast_pack(
-            adapted(opened, adaptation),
-            front=front,
-            policy=policy,
-            metadata=metadata or {},
-            chunk_nbytes=chunk_nbytes,
-            jobs=jobs or default_jobs(),
-            max_memory=max_memory,
-            to_stream=to_stream,
-        )
+    options = ConvertOptions(
+        to=to,
+        key=key,
+        ignore_unknown=ignore_unknown,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        order=order,
+        metadata=metadata,
+        alignment=alignment,
+        block_nbytes=block_nbytes,
+        allow_blowup=allow_blowup,
+        jobs=jobs,
+        chunk_nbytes=chunk_nbytes,
+        max_memory=max_memory,
+    )
+    return forecast_with(source, options, to_stream=to_stream)
 
 
 def save_file(
@@ -199,9 +188,7 @@ def save_file(
     Raises: SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path``
     is then as before.
     """
-    return convert(
-        tensors,
-        path,
+    options = ConvertOptions(
         to=to,
         dtype=dtype,
         metadata=metadata,
@@ -210,6 +197,62 @@ def save_file(
         allow_blowup=allow_blowup,
         jobs=jobs,
     )
+    return convert_with(tensors, path, options)
+
+
+def convert_with(
+    source: Convertible,
+    target: str | os.PathLike[str] | int | BinaryWriter,
+    options: ConvertOptions,
+    *,
+    front: Front | None = None,
+) -> Report:
+    """:func:`convert`, given its options as one object.  ``front`` replaces the one that ``options`` ask for."""
+    with ExitStack() as stack:
+        sink = stack.enter_context(open_sink(target))
+        _refuse_overwriting(source, sink)
+        spool = Spool(sink.folder or options.spool_dir, announce=options.announce)
+        opened = stack.enter_context(
+            open_source(
+                source,
+                key=options.key,
+                ignore_unknown=options.ignore_unknown,
+                spool=spool,
+                max_memory=options.max_memory,
+            )
+        )
+        return write_pack(
+            adapted(opened, options.adaptation),
+            sink,
+            front=front or options.front,
+            policy=options.policy,
+            metadata=options.metadata or {},
+            chunk_nbytes=options.chunk_nbytes,
+            jobs=options.jobs or default_jobs(),
+            spool=spool,
+            progress=options.progress,
+            max_memory=options.max_memory,
+        )
+
+
+def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bool) -> Forecast:
+    """:func:`forecast`, given its options as one object."""
+    with open_source(
+        source,
+        key=options.key,
+        ignore_unknown=options.ignore_unknown,
+        max_memory=options.max_memory,
+    ) as opened:
+        return forecast_pack(
+            adapted(opened, options.adaptation),
+            front=options.front,
+            policy=options.policy,
+            metadata=options.metadata or {},
+            chunk_nbytes=options.chunk_nbytes,
+            jobs=options.jobs or default_jobs(),
+            max_memory=options.max_memory,
+            to_stream=to_stream,
+        )
 
 
 def _refuse_overwriting(source: object, sink: Sink) -> None:
@@ -232,78 +275,3 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
             "the target is open for writing in place, and it is the source's file, or one in its folder: give its "
             "path as the target, which is replaced when the pack is complete"
         )
-
-
-def _check_options(
-    jobs: object, chunk_nbytes: object, max_memory: object, alignment: object, metadata: object
-) -> None:
-    numbers = (("jobs", jobs), ("chunk_nbytes", chunk_nbytes), ("max_memory", max_memory))
-    for name, number in numbers:
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool)):
-            raise OptionError(f"{name}={number!r}: expected a whole number")
-    if not isinstance(alignment, Alignment):
-        raise OptionError(
-            f"alignment={alignment!r}: expected stream_pack.Alignment(small=..., large=...)"
-        )
-    if metadata is not None and not (
-        isinstance(metadata, Mapping)
-        and all(isinstance(text, str) for pair in metadata.items() for text in pair)
-    ):
-        raise OptionError(f"metadata={metadata!r}: expected a mapping of text to text")
-    assert jobs is None or isinstance(jobs, int)
-    assert isinstance(chunk_nbytes, int)
-    if jobs is not None and jobs < 1:
-        raise LimitError(f"{jobs} jobs: expected at least 1", value=jobs, limit=1)
-    if chunk_nbytes < 1:
-        raise LimitError(
-            f"chunks of {chunk_nbytes} bytes: expected at least 1", value=chunk_nbytes, limit=1
-        )
-
-
-def _adaptation(
-    include: Patterns | None,
-    exclude: Patterns | None,
-    rename: Renaming | Iterable[Renaming] | None,
-    dtype: object,
-    order: Order,
-) -> Adaptation:
-    """Parse everything before the source is opened."""
-    selection = Selection(
-        include=_patterns("include", include),
-        exclude=_patterns("exclude", exclude),
-        renames=_renames(rename),
-        order=order,
-    )
-    return Adaptation(selection, cast_rules(dtype))
-
-
-def _patterns(option: str, given: object) -> tuple[str, ...]:
-    if given is None:
-        return ()
-    patterns = _several(given)
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"{option}={given!r}: expected a glob as text, or several")
-    return tuple(str(pattern) for pattern in patterns)
-
-
-def _renames(given: object) -> tuple[Callable[[str], str], ...]:
-    if given is None:
-        return ()
-    renames = (given,) if callable(given) else _several(given)
-    if renames is None or not all(isinstance(item, str) or callable(item) for item in renames):
-        raise OptionError(
-            f"rename={given!r}: expected 's/REGEX/REPLACEMENT/', a function from name to name, or several"
-        )
-    return tuple(
-        Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)
-        for item in renames
-    )
-
-
-def _several(given: object) -> tuple[object, ...] | None:
-    """What was given as one text or an iterable of several things; None if it is neither."""
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
-        return None
-    return tuple(given)

@@ -22,6 +22,7 @@ from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.front import KINDS
 from stream_pack.report import Report
+from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import Progress
 from stream_pack.writer.sink import BinaryWriter
 
@@ -59,22 +60,20 @@ def build_mps_payload(
     UnsupportedTensorError naming a constant that the device would abort on, or that is not what the graph says;
     LimitError; OSError.  A target path is then as it was before.
     """
-    named = name_constants("value", _constant_ids(graph), names)
-    wanted = [_constant(graph, *constant) for constant in named]
-    return write_payload(
-        KINDS["mps"],
-        partial(encode_graph, graph),
-        constants,
-        wanted,
-        target,
+    options = ConvertOptions(
         metadata=metadata,
         alignment=alignment,
         block_nbytes=block_nbytes,
+        allow_blowup=True,  # the graph fixes what each constant holds, expanded views too
         jobs=jobs,
         max_memory=max_memory,
         spool_dir=spool_dir,
         progress=progress,
     )
+    named = name_constants("value", _constant_ids(graph), names)
+    wanted = [_constant(graph, *constant) for constant in named]
+    encode = partial(encode_graph, graph)
+    return write_payload(KINDS["mps"], encode, constants, wanted, target, options)
 
 
 def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:

@@ -20,6 +20,7 @@ from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.front import KINDS
 from stream_pack.report import Report
+from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import Progress
 from stream_pack.writer.sink import BinaryWriter
 
@@ -60,23 +61,21 @@ def build_xnnpack_payload(
     a constant that has not the length that the graph says; LimitError, also when graph and index take 4 GiB or more;
     OSError.  A target path is then as it was before.
     """
-    _refuse_kept_pointers(graph)
-    named = name_constants("constant", range(1, _entries(graph)), names)
-    wanted = [_constant(graph, *constant) for constant in named]
-    return write_payload(
-        KINDS["xnnpack"],
-        partial(encode_graph, graph),
-        constants,
-        wanted,
-        target,
+    options = ConvertOptions(
         metadata=metadata,
         alignment=alignment,
         block_nbytes=block_nbytes,
+        allow_blowup=True,  # the graph fixes what each constant holds, expanded views too
         jobs=jobs,
         max_memory=max_memory,
         spool_dir=spool_dir,
         progress=progress,
     )
+    _refuse_kept_pointers(graph)
+    named = name_constants("constant", range(1, _entries(graph)), names)
+    wanted = [_constant(graph, *constant) for constant in named]
+    encode = partial(encode_graph, graph)
+    return write_payload(KINDS["xnnpack"], encode, constants, wanted, target, options)
 
 
 def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:

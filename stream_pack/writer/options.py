@@ -1,0 +1,133 @@
+"""The options of a conversion: every default and every check, whoever sets them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+from stream_pack.errors import LimitError, OptionError
+from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.front import Front, plain_front
+from stream_pack.format.header import To
+from stream_pack.format.layout import Policy
+from stream_pack.pipeline.adapt.cast_plan import cast_rules
+from stream_pack.pipeline.adapt.select import Order, Rename, Selection
+from stream_pack.pipeline.adapt.source import Adaptation
+from stream_pack.sources.torch_save.nesting import Key
+from stream_pack.writer.pack import CHUNK_NBYTES, Progress
+
+__all__ = ["ConvertOptions", "Patterns", "Renames"]
+
+Patterns: TypeAlias = "str | Iterable[str]"
+Renames: TypeAlias = "str | Callable[[str], str] | Iterable[str | Callable[[str], str]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ConvertOptions:
+    """All arguments of :func:`stream_pack.convert` except its source and target; they are explained there.
+
+    ``front``, ``policy`` and ``adaptation`` are what the options say, parsed.
+
+    Raises: OptionError for an option of the wrong type or one that does not parse; LimitError for a number out of
+    range.
+    """
+
+    to: To = "mps"
+    key: Key = None
+    ignore_unknown: bool = False
+    include: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Renames | None = None
+    dtype: object = None
+    order: Order = "source"
+    metadata: Mapping[str, str] | None = None
+    alignment: Alignment = DEFAULT_ALIGNMENT
+    block_nbytes: int = BLOCK_NBYTES
+    allow_blowup: bool = False
+    jobs: int | None = None
+    chunk_nbytes: int = CHUNK_NBYTES
+    max_memory: int | None = None
+    spool_dir: str | os.PathLike[str] | None = None
+    progress: Progress | None = None
+    announce: Callable[[str], None] | None = None
+
+    front: Front = field(init=False, repr=False)
+    policy: Policy = field(init=False, repr=False)
+    adaptation: Adaptation = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_number("jobs", self.jobs, least=1, optional=True)
+        _check_number("chunk_nbytes", self.chunk_nbytes, least=1)
+        _check_number("block_nbytes", self.block_nbytes)
+        _check_number("max_memory", self.max_memory, optional=True)
+        if not isinstance(self.alignment, Alignment):
+            raise OptionError(
+                f"alignment={self.alignment!r}: expected stream_pack.Alignment(small=..., large=...)"
+            )
+        _check_metadata(self.metadata)
+        policy = Policy(
+            alignment=self.alignment,
+            block_nbytes=self.block_nbytes,
+            allow_blowup=self.allow_blowup,
+        )
+        selection = Selection(
+            include=_patterns("include", self.include),
+            exclude=_patterns("exclude", self.exclude),
+            renames=_renames(self.rename),
+            order=self.order,
+        )
+        object.__setattr__(self, "front", plain_front(self.to))
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "adaptation", Adaptation(selection, cast_rules(self.dtype)))
+
+
+def _check_number(
+    name: str, number: object, *, least: int | None = None, optional: bool = False
+) -> None:
+    if number is None and optional:
+        return
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise OptionError(f"{name}={number!r}: expected a whole number")
+    if least is not None and number < least:
+        raise LimitError(f"{name}={number}: expected at least {least}", value=number, limit=least)
+
+
+def _check_metadata(metadata: object) -> None:
+    if metadata is not None and not (
+        isinstance(metadata, Mapping)
+        and all(isinstance(text, str) for pair in metadata.items() for text in pair)
+    ):
+        raise OptionError(f"metadata={metadata!r}: expected a mapping of text to text")
+
+
+def _patterns(option: str, given: object) -> tuple[str, ...]:
+    patterns = _several(given)
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"{option}={given!r}: expected a glob as text, or several")
+    return cast("tuple[str, ...]", patterns)
+
+
+def _renames(given: object) -> tuple[Callable[[str], str], ...]:
+    renames = (given,) if callable(given) else _several(given)
+    if renames is None or not all(isinstance(item, str) or callable(item) for item in renames):
+        raise OptionError(
+            f"rename={given!r}: expected 's/REGEX/REPLACEMENT/', a function from name to name, or several"
+        )
+    return tuple(
+        Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)
+        for item in renames
+    )
+
+
+def _several(given: object) -> tuple[object, ...] | None:
+    """The items of ``given``: none, one text, or those of an iterable; None if it is nothing of these."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Iterable):
+        return None
+    return tuple(given)
