@@ -1,7 +1,7 @@
-"""Constants of ExecuTorch's files as columns, whatever kind of file names them, and what is wrong with them.
+"""Constants of ExecuTorch's files as columns, whatever kind of file has them, and what is wrong with them.
 
-ExecuTorch checks nothing of this itself, and its exporters get some of it wrong: a view that stores its whole storage,
-float64 labelled float32, scalars that leave all behind them misaligned.
+ExecuTorch checks none of this, and its exporters get some of it wrong: a view that stores its whole storage, float64
+labelled float32, scalars that misalign all that follows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.format.ragged import row_lengths
+from stream_pack.text import quoted
 
 __all__ = [
     "BYTES",
     "UNKNOWN",
     "Constants",
     "Fault",
-    "blobs",
+    "byte_strings",
+    "constant_fault",
+    "duplicate_name",
     "expected_nbytes",
     "find_faults",
     "join",
@@ -32,7 +35,7 @@ __all__ = [
 ]
 
 UNKNOWN = -1
-"""The dtype of a constant that is none of :data:`stream_pack.format.dtypes.DTYPES`."""
+"""The dtype of a constant that is not in :data:`stream_pack.format.dtypes.DTYPES`."""
 BYTES = BY_NAME["uint8"]
 _N = TypeVar("_N", bound=np.generic)
 _BITS = np.array([*BITS, 8])  # the last one is that of UNKNOWN
@@ -42,9 +45,8 @@ _BITS = np.array([*BITS, 8])  # the last one is that of UNKNOWN
 class Fault:
     """Something that is wrong with a file.
 
-    ``part``: ``"constant"``, or, of what is no constant that could be used at all, ``"range"``, ``"segment"``,
-    ``"graph"``, ``"names"`` or ``"length"``.  ``names`` are the constants that are hit.  ``fatal``: bytes are missing,
-    or would be taken for what they are not.
+    ``part``: ``"constant"`` for a single constant; ``"range"``, ``"segment"``, ``"graph"``, ``"names"`` or ``"length"``
+    for anything larger.  ``names``: the constants affected.  ``fatal``: bytes are missing, or would be misread.
 
     Units: bytes; the half-open range ``[file_begin, file_end)``.
     """
@@ -62,10 +64,10 @@ class Constants:
     """Columns, one entry a constant.
 
     ``dtypes`` are numbers in :data:`stream_pack.format.dtypes.DTYPES`, or :data:`UNKNOWN`; constant ``k`` has
-    ``dims[dims_ends[k-1]:dims_ends[k]]``.  ``unsound`` says of a constant why its bytes are not the tensor that dtype
-    and dims promise.  ``notes`` is text that belongs to some of them.
+    ``dims[dims_ends[k-1]:dims_ends[k]]``.  By number of constant: ``invalid``, why its bytes are not the tensor that
+    dtype and dims describe; ``notes``, text that belongs to it.
 
-    Units: bytes; every range lies inside the file.
+    Units: bytes; every range is inside the file.
     """
 
     names: Sequence[str]
@@ -74,7 +76,7 @@ class Constants:
     dims_ends: NDArray[np.int64]
     file_offsets: NDArray[np.int64]
     nbytes: NDArray[np.int64]
-    unsound: Mapping[int, str] = field(default_factory=dict)
+    invalid: Mapping[int, str] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -86,15 +88,15 @@ class Constants:
         return tuple(self.dims[begin : int(self.dims_ends[row])].tolist())
 
     def dtype_name(self, row: int) -> str:
-        """What to call its dtype."""
+        """The name of its dtype; ``"invalid"`` for an unknown one."""
         number = int(self.dtypes[row])
         return "invalid" if number == UNKNOWN else DTYPES[number].name
 
 
-def blobs(
+def byte_strings(
     names: Sequence[str], file_offsets: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> Constants:
-    """Constants of which nothing is known but their bytes."""
+    """Constants of which only the bytes are known: uint8 of one dim."""
     return Constants(
         names=names,
         dtypes=np.full(len(names), BYTES, np.int16),
@@ -112,11 +114,11 @@ def join(parts: Sequence[Constants]) -> Constants:
     """
     names: list[str] = []
     taken: dict[str, int] = {}
-    unsound: dict[int, str] = {}
+    invalid: dict[int, str] = {}
     notes: dict[int, Mapping[str, str]] = {}
     for part in parts:
         base = len(names)
-        unsound.update((base + row, text) for row, text in part.unsound.items())
+        invalid.update((base + row, text) for row, text in part.invalid.items())
         notes.update((base + row, text) for row, text in part.notes.items())
         for name in part.names:
             unique = name
@@ -135,7 +137,7 @@ def join(parts: Sequence[Constants]) -> Constants:
         dims_ends=_joined([b + p.dims_ends for b, p in zip(bases.tolist(), parts)], np.int64),
         file_offsets=_joined([part.file_offsets for part in parts], np.int64),
         nbytes=_joined([part.nbytes for part in parts], np.int64),
-        unsound=unsound,
+        invalid=invalid,
         notes=notes,
     )
 
@@ -144,47 +146,52 @@ def _joined(columns: Sequence[NDArray[_N]], dtype: type[_N]) -> NDArray[_N]:
     return np.concatenate([np.empty(0, dtype), *columns])
 
 
-def find_faults(constants: Constants, *, origin: int) -> tuple[Constants, list[Fault]]:
-    """The constants with what is unsound marked, and a fault for each thing that is wrong.
+def find_faults(constants: Constants, faults: list[Fault], *, origin: int) -> Constants:
+    """The constants with the invalid ones marked; what is wrong with them is appended to ``faults``.
 
     ``origin``: the file offset that alignment counts from, which a runtime maps at a page.
     Vectorised; names of dtypes and shapes are only looked up for what is wrong.
     """
     begins, nbytes = constants.file_offsets, constants.nbytes
     known = constants.dtypes != UNKNOWN
-    unsound = dict(constants.unsound)
+    invalid = dict(constants.invalid)
     for row in np.flatnonzero(known & (expected_nbytes(constants) != nbytes)).tolist():
-        unsound.setdefault(row, _contradiction(constants, row))
-    faults = [_fault(constants, row, text, fatal=True) for row, text in unsound.items()]
+        invalid.setdefault(row, _contradiction(constants, row))
+    faults += [constant_fault(constants, row, text, fatal=True) for row, text in invalid.items()]
     itemsizes = np.maximum(_BITS[constants.dtypes] // 8, 1)
-    misplaced = (nbytes > 0) & ((begins - origin) % itemsizes != 0)
-    for row in np.flatnonzero(misplaced).tolist():
-        place = int(begins[row]) - origin
+    misaligned = (nbytes > 0) & ((begins - origin) % itemsizes != 0)
+    for row in np.flatnonzero(misaligned).tolist():
         text = (
-            f"stands at byte {place}, which is no multiple of {itemsizes[row]}, the length of one "
-            f"{constants.dtype_name(row)}"
+            f"begins at byte {int(begins[row]) - origin}, which is not a multiple of {itemsizes[row]}, the length of "
+            f"one {constants.dtype_name(row)}"
         )
-        faults.append(_fault(constants, row, text))
+        faults.append(constant_fault(constants, row, text))
     faults += _overlaps(constants)
-    return replace(constants, unsound=unsound), faults
+    return replace(constants, invalid=invalid)
 
 
-def _fault(constants: Constants, row: int, text: str, *, fatal: bool = False) -> Fault:
-    begin = int(constants.file_offsets[row])
+def constant_fault(constants: Constants, row: int, text: str, *, fatal: bool = False) -> Fault:
+    """A fault of one constant; ``text`` goes on after its name."""
+    name, begin = constants.names[row], int(constants.file_offsets[row])
     end = begin + int(constants.nbytes[row])
-    name = constants.names[row]
-    return Fault("constant", f"constant {name!r} {text}", begin, end, (name,), fatal)
+    return Fault("constant", f"constant {quoted(name)} {text}", begin, end, (name,), fatal)
+
+
+def duplicate_name(name: str, file_begin: int, file_end: int) -> Fault:
+    """The fault of named data whose name is not its own."""
+    text = f"several named data are called {quoted(name)}"
+    return Fault("names", text, file_begin, file_end, (name,), fatal=True)
 
 
 def lookup(numbers: NDArray[np.integer], table: Mapping[int, int]) -> NDArray[np.int16]:
-    """The dtypes that foreign numbers stand for."""
+    """The dtype of each number; ``table`` has those of the numbers that are known."""
     distinct, places = np.unique(numbers, return_inverse=True)
     found = [table.get(number, UNKNOWN) for number in distinct.tolist()]
     return np.array(found, np.int16)[places]
 
 
 def expected_nbytes(constants: Constants) -> NDArray[np.int64]:
-    """What dtype and dims make; -1 where they make nothing that there could be."""
+    """The length in bytes that dtype and dims give; -1 where no tensor can have them."""
     ranks = row_lengths(constants.dims_ends)
     begins = constants.dims_ends - ranks
     bits = _BITS[constants.dtypes]
@@ -214,21 +221,19 @@ def _contradiction(constants: Constants, row: int) -> str:
 
 
 def _overlaps(constants: Constants) -> list[Fault]:
-    """Constants that share some bytes, none of which holds all of the other."""
+    """A fault for each two constants that share bytes, unless one is inside the other."""
     held = np.flatnonzero(constants.nbytes > 0)
-    begins, ends = (
-        constants.file_offsets[held],
-        constants.file_offsets[held] + constants.nbytes[held],
-    )
+    begins = constants.file_offsets[held]
+    ends = begins + constants.nbytes[held]
     order = np.lexsort((-ends, begins))
     held, begins, ends = held[order], begins[order], ends[order]
     reach = np.maximum.accumulate(ends)
     before = np.concatenate((reach[:1], reach[:-1]))
     faults = []
     for place in np.flatnonzero((begins < before) & (ends > before)).tolist():
-        other = int(np.searchsorted(reach, before[place]))  # the first that reaches so far
+        other = int(np.searchsorted(reach, before[place]))  # the first that ends there
         names = (constants.names[int(held[other])], constants.names[int(held[place])])
         begin, end = int(begins[place]), int(before[place])
-        text = f"constants {names[0]!r} and {names[1]!r} overlap in {end - begin} bytes"
+        text = f"constants {quoted(names[0])} and {quoted(names[1])} overlap in {end - begin} bytes"
         faults.append(Fault("constant", text, begin, end, names))
     return faults

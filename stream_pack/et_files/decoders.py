@@ -6,15 +6,23 @@ extension/flat_tensor/serialize/flat_tensor.fbs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from stream_pack.et_files.constants import BYTES, Fault, find_faults, lookup
+from stream_pack.et_files.constants import (
+    BYTES,
+    Fault,
+    constant_fault,
+    duplicate_name,
+    find_faults,
+    lookup,
+)
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
 from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
-from stream_pack.et_files.payload import Keyed, Payload, by_row, inside, of_all, twice
+from stream_pack.et_files.payload import Keyed, Payload, constants_inside, kept_rows, payload_fault
 from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.ragged import row_lengths
@@ -27,39 +35,32 @@ _MPS_TAKES = [mps.dtype for mps in MPS_TYPES.values() if mps.runtime is not Runt
 
 def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     ids = graph_mps.constant_ids(flatbuffer)
-    # First, because a graph that says one thing very often would take many times its bytes to decode.
+    # First, because a graph that names one value very often would take many times its bytes to decode.
     if len(np.unique(ids)) < len(ids):
-        fault = of_all(payload, "names", "the graph names a constant twice")
+        fault = payload_fault(payload, "names", "the graph names a constant twice")
         return replace(payload, faults=(fault,))
     values = graph_mps.decode(flatbuffer)
-    names = [prefix + str(number) for number in values.ids.tolist()]
-    constants, faults = inside(
+    ranks = row_lengths(values.dims_ends)
+    faults: list[Fault] = []
+    constants = constants_inside(
         payload,
-        names,
+        faults,
+        names=[prefix + str(number) for number in values.ids.tolist()],
         dtypes=lookup(values.datatypes, DTYPE_OF),
         dims=values.dims.astype(np.int64),
         dims_ends=values.dims_ends,
         offsets=values.offsets,
         nbytes=values.nbytes,
+        invalid={
+            row: f"has num_dims {values.num_dims[row]}, but {ranks[row]} dims"
+            for row in np.flatnonzero(values.num_dims != ranks).tolist()
+        },
     )
-    ranks = row_lengths(values.dims_ends)
-    miscounted = {
-        names[row]: f"claims {values.num_dims[row]} dims and has {ranks[row]}"
-        for row in np.flatnonzero(values.num_dims != ranks).tolist()
-    }
-    if miscounted:
-        unsound = {
-            row: miscounted[name] for row, name in enumerate(constants.names) if name in miscounted
-        }
-        constants = replace(constants, unsound=unsound)
-    constants, found = find_faults(constants, origin=payload.file_offset)
-    faults += found
+    constants = find_faults(constants, faults, origin=payload.file_offset)
     aborts = ~np.isin(constants.dtypes, _MPS_TAKES)
     for row in np.flatnonzero(aborts | (constants.nbytes == 0)).tolist():
         what = f"is {constants.dtype_name(row)}" if aborts[row] else "has no bytes"
-        name, begin = constants.names[row], int(constants.file_offsets[row])
-        text = f"constant {name!r} {what}: the MPS delegate aborts on it"
-        faults.append(Fault("constant", text, begin, begin + int(constants.nbytes[row]), (name,)))
+        faults.append(constant_fault(constants, row, f"{what}: the MPS delegate aborts on it"))
     return replace(payload, constants=constants, faults=tuple(faults))
 
 
@@ -67,50 +68,47 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     found = graph_xnnpack.decode(flatbuffer)
     values = found.values
     count = len(found.offsets)
-    # The first value that refers to a constant says what it is; one that nobody describes is bytes.
-    numbers, firsts = np.unique(values.constants, return_index=True)
+    # The first value that refers to a constant describes it; one without any is bytes.
+    described, firsts = np.unique(values.constants, return_index=True)
+    value_ranks = row_lengths(values.dims_ends)
     ranks = np.ones(count, np.int64)
-    ranks[numbers] = row_lengths(values.dims_ends)[firsts]
+    ranks[described] = value_ranks[firsts]
     ends = np.cumsum(ranks)
     dims = np.repeat(found.nbytes.astype(np.int64), ranks)
     dtypes = np.full(count, BYTES, np.int16)
-    dtypes[numbers] = lookup(values.datatypes[firsts], _BY_XNN)
+    dtypes[described] = lookup(values.datatypes[firsts], _BY_XNN)
     notes = {}
-    value_ranks = row_lengths(values.dims_ends)
-    for number, first in zip(numbers.tolist(), firsts.tolist()):
-        begin = int(values.dims_ends[first] - value_ranks[first])
-        end = int(ends[number])
-        dims[end - int(ranks[number]) : end] = values.dims[begin : int(values.dims_ends[first])]
+    for number, first in zip(described.tolist(), firsts.tolist()):
+        end, value_end, rank = ends[number], values.dims_ends[first], value_ranks[first]
+        dims[end - rank : end] = values.dims[value_end - rank : value_end]
         quantized = _QUANTIZED.get(int(values.datatypes[first]))
         if quantized is not None:
             notes[number] = {"xnnpack.datatype": quantized}
-    faults = []
+    faults: list[Fault] = []
     keyed = {}
-    inline = np.ones(count, bool)
-    inline[:1] = False  # entry 0 is reserved
-    for number in np.flatnonzero(found.offsets == np.uint64(graph_xnnpack.BY_KEY)).tolist():
-        inline[number] = False
+    inline = found.offsets != np.uint64(graph_xnnpack.BY_KEY)
+    for number in np.flatnonzero(~inline).tolist():
         key = found.key(number)
         if key is None:
-            text = f"constant {number} lies elsewhere, and has no key that would say where"
-            faults.append(of_all(payload, "graph", text))
+            text = f"constant {number} is outside the payload, and has no key to find it by"
+            faults.append(payload_fault(payload, "graph", text))
         else:
             shape = dims[int(ends[number] - ranks[number]) : int(ends[number])]
             keyed[key] = Keyed(int(dtypes[number]), tuple(shape.tolist()), notes.get(number, {}))
-    rows = np.flatnonzero(inline)
-    constants, outside = inside(
+    inline[:1] = False  # entry 0 is reserved
+    constants = constants_inside(
         payload,
-        [prefix + str(number) for number in rows.tolist()],
-        dtypes=dtypes[rows],
+        faults,
+        names=[prefix + str(number) for number in np.flatnonzero(inline).tolist()],
+        dtypes=dtypes[inline],
         dims=dims[np.repeat(inline, ranks)],
-        dims_ends=np.cumsum(ranks[rows]),
-        offsets=found.offsets[rows],
-        nbytes=found.nbytes[rows],
+        dims_ends=np.cumsum(ranks[inline]),
+        offsets=found.offsets[inline],
+        nbytes=found.nbytes[inline],
+        notes=kept_rows(notes, inline),
     )
-    by_name = {prefix + str(number): text for number, text in notes.items()}
-    constants = replace(constants, notes=by_row(constants, by_name))
-    constants, wrong = find_faults(constants, origin=payload.file_offset)
-    return replace(payload, constants=constants, faults=(*faults, *outside, *wrong), keyed=keyed)
+    constants = find_faults(constants, faults, origin=payload.file_offset)
+    return replace(payload, constants=constants, faults=tuple(faults), keyed=keyed)
 
 
 _BY_XNN = {number: BY_NAME[name] for number, name in graph_xnnpack.DTYPE_NAMES.items()}
@@ -123,7 +121,7 @@ _QUANTIZED = {
     8: "qcint4",
     10: "qbint4",
 }
-"""XNNDatatypes whose numbers mean nothing without the scales that stand beside them."""
+"""XNNDatatypes whose elements mean nothing without the scales, which are other constants."""
 
 
 def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
@@ -131,28 +129,27 @@ def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     names = [found.key(entry) for entry in range(len(found))]
     layouts = row_major(found.dims, found.dims_ends, found.dim_order, found.dims_ends)
     nbytes = found.segment_nbytes[found.segments]
-    # A name without a layout is bytes.
+    # An entry without a layout is bytes.
     ranks = np.where(found.has_layout, row_lengths(found.dims_ends), 1)
     dims = np.repeat(nbytes.astype(np.int64), ranks)
     dims[np.repeat(found.has_layout, ranks)] = layouts.dims
-    constants, faults = inside(
+    faults: list[Fault] = []
+    constants = constants_inside(
         payload,
-        names,
+        faults,
+        names=names,
         dtypes=np.where(found.has_layout, lookup(found.scalar_types, BY_SCALAR_TYPE), BYTES),
         dims=dims,
         dims_ends=np.cumsum(ranks),
         offsets=found.segment_offsets[found.segments],
         nbytes=nbytes,
+        invalid=layouts.invalid,
+        notes=layouts.notes,
     )
-    constants = replace(
-        constants,
-        notes=by_row(constants, {names[row]: text for row, text in layouts.notes.items()}),
-        unsound=by_row(constants, {names[row]: text for row, text in layouts.unsound.items()}),
-    )
-    constants, wrong = find_faults(constants, origin=payload.file_offset)
-    faults += wrong
-    if len(set(names)) < len(names):
-        faults += twice(payload, names)
+    constants = find_faults(constants, faults, origin=payload.file_offset)
+    begin, end = payload.file_offset, payload.region_file_offset
+    repeated = [name for name, uses in Counter(names).items() if uses > 1]
+    faults += [duplicate_name(name, begin, end) for name in repeated]
     return replace(payload, constants=constants, faults=tuple(faults))
 
 

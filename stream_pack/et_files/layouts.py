@@ -1,4 +1,4 @@
-"""How ExecuTorch lays tensors out: its ScalarTypes, and dim orders, which say how dims follow each other in memory."""
+"""How ExecuTorch lays out tensors: its ScalarTypes, and dim orders, which list the dims as they follow in memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ORDER_NOTE = "executorch.dim_order"
 class Layouts:
     """Dims as they follow each other in memory, so that the bytes are row-major.
 
-    ``notes`` are the sizes and dim order of tensors where these differ, as JSON; ``unsound`` says of a tensor why its
-    dim order is none.
+    By row: ``notes``, the sizes and dim order of a tensor where its order is not the usual one, as JSON; ``invalid``,
+    why its dim order cannot be used.
     """
 
     dims: NDArray[np.int64]
     notes: Mapping[int, Mapping[str, str]]
-    unsound: Mapping[int, str]
+    invalid: Mapping[int, str]
 
 
 def row_major(
@@ -40,10 +40,10 @@ def row_major(
     orders: NDArray[np.uint8],
     orders_ends: NDArray[np.int64],
 ) -> Layouts:
-    """The dims of tensors of these sizes and dim orders, one row each.  No dim order counts as the usual one."""
+    """The dims of tensors of these sizes and dim orders, one row each.  An empty dim order is the usual one."""
     dims = sizes.astype(np.int64)
     notes: dict[int, Mapping[str, str]] = {}
-    unsound: dict[int, str] = {}
+    invalid: dict[int, str] = {}
     usual = np.arange(len(sizes)) - np.repeat(
         sizes_ends - np.diff(sizes_ends, prepend=0), np.diff(sizes_ends, prepend=0)
     )
@@ -54,8 +54,8 @@ def row_major(
         first, last = (int(orders_ends[row - 1]) if row else 0), int(orders_ends[row])
         order, shape = orders[first:last].tolist(), sizes[begin:end].tolist()
         if sorted(order) != list(range(len(shape))):
-            unsound[row] = f"has the dim order {order} for {len(shape)} dims"
+            invalid[row] = f"has the dim order {order} for {len(shape)} dims"
             continue
         dims[begin:end] = [shape[dim] for dim in order]
         notes[row] = {SIZES_NOTE: json.dumps(shape), ORDER_NOTE: json.dumps(order)}
-    return Layouts(dims, notes, unsound)
+    return Layouts(dims, notes, invalid)

@@ -1,8 +1,7 @@
-"""What a payload, or a data file, is: where its constants lie, and what it says of those that lie elsewhere."""
+"""One payload, or data file: where its constants are, and what it says of those that are elsewhere."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -12,18 +11,27 @@ from numpy.typing import NDArray
 
 from stream_pack.et_files.constants import Constants, Fault
 from stream_pack.format.ragged import row_lengths
+from stream_pack.text import quoted
 
-__all__ = ["NOTHING", "Keyed", "Payload", "ReadFile", "by_row", "inside", "of_all", "twice"]
+__all__ = [
+    "NOTHING",
+    "Keyed",
+    "Payload",
+    "ReadFile",
+    "constants_inside",
+    "kept_rows",
+    "payload_fault",
+]
 
 _T = TypeVar("_T")
 
 
 class ReadFile(Protocol):
-    """The bytes of a file, at random or, of a pipe, only forward."""
+    """The bytes of a file: of a regular one at random, of a pipe only forward."""
 
     @property
     def nbytes(self) -> int | None:
-        """The file's length; of a pipe nobody knows it."""
+        """The file's length; None for a pipe."""
 
     def read(self, begin: int, nbytes: int) -> memoryview:
         """Bytes ``[begin, begin + nbytes)``.  Raises: an error of this package when they are not there."""
@@ -34,7 +42,7 @@ class ReadFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """What a payload says of a constant that lies elsewhere, under a key."""
+    """What a payload says of a constant that is elsewhere, under a key."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -46,8 +54,8 @@ class Payload:
     """One payload, or data file.
 
     ``kind``: ``"mps"``, ``"xnnpack"``, ``"ptd"``; ``"pack"`` for one that is a pack, which knows its tensors itself;
-    ``"other"`` for what another backend made.  ``backend`` and ``users`` are of the program around it: the backend's
-    id, and the delegates that receive it.
+    ``"other"`` for another backend's.  ``backend`` and ``users`` are from the program around it: the backend's id, and
+    the delegates that receive it.
 
     Units: bytes; file offsets count from the first byte of the file around it.
     """
@@ -74,56 +82,53 @@ NOTHING = Constants(
 )
 
 
-def by_row(constants: Constants, by_name: Mapping[str, _T]) -> dict[int, _T]:
-    """What belongs to constants of these names, by their rows."""
-    if not by_name:
-        return {}
-    return {row: by_name[name] for row, name in enumerate(constants.names) if name in by_name}
-
-
-def inside(
+def constants_inside(
     payload: Payload,
-    names: list[str],
+    faults: list[Fault],
     *,
+    names: list[str],
     dtypes: NDArray[np.int16],
     dims: NDArray[np.int64],
     dims_ends: NDArray[np.int64],
     offsets: NDArray[np.uint64],
     nbytes: NDArray[np.uint64],
-) -> tuple[Constants, list[Fault]]:
-    """The constants that lie inside the payload's region, and a fault for each that does not."""
+    invalid: Mapping[int, str] | None = None,
+    notes: Mapping[int, Mapping[str, str]] | None = None,
+) -> Constants:
+    """The constants that are inside the payload's region; each other one is a fault, appended to ``faults``.
+
+    ``offsets`` count from the region's first byte.
+    """
     room = np.uint64(payload.region_nbytes)
-    held = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
-    faults = []
-    for row in np.flatnonzero(~held).tolist():
+    inside = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
+    for row in np.flatnonzero(~inside).tolist():
         text = (
-            f"constant {names[row]!r} has {nbytes[row]} bytes from byte {offsets[row]} on, outside the "
-            f"{room} bytes of constants"
+            f"constant {quoted(names[row])} has {nbytes[row]} bytes from byte {offsets[row]} on, outside the {room} "
+            "bytes of constants"
         )
-        faults.append(of_all(payload, "range", text, (names[row],)))
+        faults.append(payload_fault(payload, "range", text, (names[row],)))
     ranks = row_lengths(dims_ends)
-    constants = Constants(
-        names=names if held.all() else [n for n, kept in zip(names, held.tolist()) if kept],
-        dtypes=dtypes[held],
-        dims=dims[np.repeat(held, ranks)],
-        dims_ends=np.cumsum(ranks[held]),
-        file_offsets=payload.region_file_offset + offsets[held].astype(np.int64),
-        nbytes=nbytes[held].astype(np.int64),
+    return Constants(
+        names=names if inside.all() else [names[row] for row in np.flatnonzero(inside).tolist()],
+        dtypes=dtypes[inside],
+        dims=dims[np.repeat(inside, ranks)],
+        dims_ends=np.cumsum(ranks[inside]),
+        file_offsets=payload.region_file_offset + offsets[inside].astype(np.int64),
+        nbytes=nbytes[inside].astype(np.int64),
+        invalid=kept_rows(invalid or {}, inside),
+        notes=kept_rows(notes or {}, inside),
     )
-    return constants, faults
 
 
-def of_all(payload: Payload, part: str, text: str, names: tuple[str, ...] = ()) -> Fault:
-    """A fatal fault that cannot be told a place."""
+def kept_rows(by_row: Mapping[int, _T], kept: NDArray[np.bool_]) -> dict[int, _T]:
+    """The entries of rows that are kept, by the numbers that these rows then have."""
+    if not by_row:
+        return {}
+    numbers = np.cumsum(kept) - 1
+    return {int(numbers[row]): value for row, value in by_row.items() if kept[row]}
+
+
+def payload_fault(payload: Payload, part: str, text: str, names: tuple[str, ...] = ()) -> Fault:
+    """A fatal fault whose place in the payload is not known."""
     begin, end = payload.file_offset, payload.file_offset + payload.nbytes
     return Fault(part, text, begin, end, names, fatal=True)
-
-
-def twice(payload: Payload, names: list[str]) -> list[Fault]:
-    """A fault for each name that comes more than once."""
-    again = [name for name, count in Counter(names).items() if count > 1]
-    begin, end = payload.file_offset, payload.region_file_offset
-    return [
-        Fault("names", f"named data {name!r} is named twice", begin, end, (name,), fatal=True)
-        for name in again
-    ]

@@ -8,6 +8,7 @@ from stream_pack.errors import FormatError, TruncatedError
 from stream_pack.et_files.decoders import DECODERS
 from stream_pack.et_files.payload import NOTHING, Payload, ReadFile
 from stream_pack.format.front import MAX_HEADER_NBYTES, decode_header, kind_of
+from stream_pack.format.header import Header
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.format.records import Footer, Locator
 
@@ -19,14 +20,13 @@ def read_payload(
 ) -> Payload:
     """The payload of ``nbytes`` bytes at ``file_offset``; None: as long as its header says.
 
-    ``prefix`` stands before the numbers of constants that have no other name.  ``packs``: leave one that is a pack,
-    also one that lost its locator, to those who read packs, so that it has no constants here.
+    ``prefix`` comes before the numbers of constants that have no other name.  ``packs``: give no constants of a payload
+    that is a pack, also one that lost its locator: whatever reads packs knows them better.
 
     Raises: TruncatedError when it is shorter than its header says, FormatError when an offset in it leads outside.
     """
-    if nbytes is not None:
-        room = nbytes
-    else:
+    room = nbytes
+    if room is None:
         room = MAX_NBYTES if file.nbytes is None else file.nbytes - file_offset
     start = bytes(file.read(file_offset, min(MAX_HEADER_NBYTES, room)))
     kind = kind_of(start)
@@ -34,7 +34,7 @@ def read_payload(
         other = Payload("other", file_offset, room, file_offset + room, 0, NOTHING)
         if packs and _ends_with_footer(file, other):
             raise FormatError(
-                f"it ends with the footer of a pack, and begins with {start[:8].hex(' ')}, which no pack does; the "
+                f"it ends with the footer of a pack, but begins with {start[:8].hex(' ')}, which no pack does; the "
                 "file is damaged"
             )
         return other
@@ -42,22 +42,8 @@ def read_payload(
         raise _truncated(kind.header_nbytes, len(start))
     header = decode_header(start)
     region, region_nbytes = header.region_file_offset, header.region_nbytes
-    graph_end = (
-        region if header.graph_nbytes is None else header.graph_file_offset + header.graph_nbytes
-    )
-    if max(region, region_nbytes, graph_end) > MAX_NBYTES or graph_end < header.graph_file_offset:
-        raise FormatError(
-            f"the header places flatbuffer and constants at bytes {header.graph_file_offset} to {graph_end} and "
-            f"{region} to {region + region_nbytes}, which no payload has"
-        )
+    graph_end = _graph_end(header, room)
     end = max(region + region_nbytes, graph_end)
-    if end > room:
-        raise _truncated(end, room)
-    if graph_end > region and region_nbytes:
-        raise FormatError(
-            f"the header places the constants at byte {region}, inside the flatbuffer that ends at byte {graph_end}"
-        )
-    head = file.read(file_offset, max(region, graph_end))
     payload = Payload(
         kind.name,
         file_offset,
@@ -66,6 +52,7 @@ def read_payload(
         region_nbytes,
         NOTHING,
     )
+    head = file.read(file_offset, max(region, graph_end))
     file.keep(file_offset + region, file_offset + region + region_nbytes)
     if packs and (Locator.stands_before(head[:region]) or _ends_with_footer(file, payload)):
         return replace(payload, kind="pack")
@@ -73,8 +60,27 @@ def read_payload(
     return DECODERS[kind.name](payload, flatbuffer, prefix)
 
 
+def _graph_end(header: Header, room: int) -> int:
+    """Where the flatbuffer ends, once it and the constants are proved to be inside ``room`` bytes, and apart."""
+    begin = header.graph_file_offset
+    region, region_nbytes = header.region_file_offset, header.region_nbytes
+    end = region if header.graph_nbytes is None else begin + header.graph_nbytes
+    if max(region, region_nbytes, end) > MAX_NBYTES or end < begin:
+        raise FormatError(
+            f"the header places the flatbuffer at bytes {begin} to {end} and the constants at bytes {region} to "
+            f"{region + region_nbytes}, which no payload has"
+        )
+    if max(region + region_nbytes, end) > room:
+        raise _truncated(max(region + region_nbytes, end), room)
+    if end > region and region_nbytes:
+        raise FormatError(
+            f"the header places the constants at byte {region}, inside the flatbuffer that ends at byte {end}"
+        )
+    return end
+
+
 def _ends_with_footer(file: ReadFile, payload: Payload) -> bool:
-    """Whether a payload without locator is a damaged pack; of a pipe it is seen when its end comes by."""
+    """Whether a payload without a locator is a damaged pack.  In a pipe this is known only at its end."""
     nbytes = len(Footer.MAGIC)
     if file.nbytes is None or payload.nbytes < nbytes:
         return False

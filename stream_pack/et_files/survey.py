@@ -1,28 +1,40 @@
 """All that a file of ExecuTorch's holds: which bytes are what, its payloads, its constants, and what is wrong with it.
 
-Nothing here stops at a fault; who wants to use the constants looks whether one is fatal.
+Nothing here stops at a fault; before the constants are used, look at :attr:`Survey.fatal_fault`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from stream_pack.errors import FormatError, TruncatedError
 from stream_pack.et_files import program as programs
-from stream_pack.et_files.constants import BYTES, Constants, Fault, blobs, find_faults, join
+from stream_pack.et_files.constants import (
+    BYTES,
+    Constants,
+    Fault,
+    byte_strings,
+    duplicate_name,
+    find_faults,
+    join,
+)
 from stream_pack.et_files.payload import Keyed, Payload, ReadFile
 from stream_pack.et_files.program import MAX_HEADER_NBYTES, Program
 from stream_pack.et_files.read import read_payload
 from stream_pack.et_files.tensors import Segments, program_constants
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_NBYTES
+from stream_pack.text import quoted
 
 __all__ = ["Span", "Survey", "survey_payload", "survey_program"]
 
 LEAST_HEADER_NBYTES = 8
-"""The root's offset and the identifier, of a program without extended header."""
+"""The root's offset and the identifier, of a program without an extended header."""
+
+Places: TypeAlias = "dict[tuple[int, int], list[programs.Delegate]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +50,9 @@ class Span:
 class Survey:
     """One file.
 
-    ``kind``: ``"pte"``, or that of its only payload.  ``constants`` come in ``groups``: what each is called, and how
-    many it has.  ``spans`` are what there is beside the bytes of constants; where
-    two share bytes, the first counts.  ``external``: how many constants lie in other files.  ``file_end``: where the
-    last known byte ends.
+    ``kind``: ``"pte"``, or that of its only payload.  ``constants`` come in ``groups``: (name, number of constants).
+    ``spans``: all else that is in the file; where two overlap, the first counts.  ``external``: how many constants are
+    in other files.  ``file_end``: where the last known byte ends.
     """
 
     kind: str
@@ -54,15 +65,15 @@ class Survey:
     file_end: int
 
     @property
-    def breakage(self) -> Fault | None:
-        """The first fault for which not only one constant must not be used."""
+    def fatal_fault(self) -> Fault | None:
+        """The first fault for which none of the constants must be used."""
         return next(
             (fault for fault in self.faults if fault.fatal and fault.part != "constant"), None
         )
 
 
 def survey_payload(file: ReadFile) -> Survey:
-    """A raw payload or a .ptd, which is all of ``file`` but for what may follow it.
+    """A raw payload or a .ptd at the beginning of ``file``; other bytes may follow it.
 
     Raises: FormatError and TruncatedError when it cannot be read at all.
     """
@@ -73,7 +84,7 @@ def survey_payload(file: ReadFile) -> Survey:
         constants=join([payload.constants]),
         groups=(("tensors", len(payload.constants)),),
         faults=payload.faults,
-        spans=tuple(_payload_spans(payload)),
+        spans=(_payload_span(payload),),
         external=len(payload.keyed),
         file_end=payload.nbytes,
     )
@@ -87,41 +98,25 @@ def survey_program(file: ReadFile) -> Survey:
 
     Raises: FormatError and TruncatedError when it cannot be read at all.
     """
-    start = bytes(
-        file.read(
-            0, MAX_HEADER_NBYTES if file.nbytes is None else min(MAX_HEADER_NBYTES, file.nbytes)
-        )
-    )
-    header = programs.decode_header(start)
+    room = MAX_HEADER_NBYTES if file.nbytes is None else min(MAX_HEADER_NBYTES, file.nbytes)
+    header = programs.decode_header(bytes(file.read(0, room)))
     program_nbytes = _program_nbytes(file, header.program_nbytes)
     program = programs.decode(file.read(0, program_nbytes))
-    segments, faults = _segments(file, header, program)
-    payload_places, more = _payload_places(program, segments)
-    faults += more
-    own, more = program_constants(program, segments)
-    faults += more
-    for begin, nbytes in zip(own.file_offsets.tolist(), own.nbytes.tolist()):
-        file.keep(begin, begin + nbytes)
-    named, more = _named(program, segments)
-    faults += more
-    for begin, nbytes in zip(named.file_offsets.tolist(), named.nbytes.tolist()):
-        file.keep(begin, begin + nbytes)
-
-    payloads, more = _payloads(file, program, payload_places)
-    faults += more
+    faults: list[Fault] = []
+    segments = _segments(file, header, program, faults)
+    places = _payload_places(program, segments, faults)
+    own = program_constants(program, segments, faults)
+    named = _named_data(program, segments, faults)
+    for constants in (own, named):
+        for begin, nbytes in zip(constants.file_offsets.tolist(), constants.nbytes.tolist()):
+            file.keep(begin, begin + nbytes)
+    payloads = list(_payloads(file, places, faults))
     keyed = {key: what for payload in payloads for key, what in payload.keyed.items()}
-    named = _described(named, keyed)
-    own, more = find_faults(own, origin=0)
-    faults += more
-    named, more = find_faults(named, origin=0)
-    faults += more
-    external = set(keyed) - set(named.names)
-    external |= {
-        name or ""
-        for name, elsewhere in zip(program.tensors.names, program.tensors.external.tolist())
-        if elsewhere
-    }
-    ends = segments[0] + segments[1]
+    own = find_faults(own, faults, origin=0)
+    named = find_faults(_described(named, keyed), faults, origin=0)
+    faults += [fault for payload in payloads for fault in payload.faults]
+    short = header.program_nbytes is None
+    begins, lengths = segments
     return Survey(
         kind="pte",
         payloads=tuple(payloads),
@@ -131,27 +126,29 @@ def survey_program(file: ReadFile) -> Survey:
             ("named data", len(named)),
             ("program constants", len(own)),
         ),
-        faults=tuple(faults) + tuple(fault for payload in payloads for fault in payload.faults),
+        faults=tuple(faults),
         spans=(
-            *(span for payload in payloads for span in _payload_spans(payload)),
-            Span(
-                "header",
-                0,
-                LEAST_HEADER_NBYTES if header.program_nbytes is None else MAX_HEADER_NBYTES,
-            ),
+            *(_payload_span(payload) for payload in payloads),
+            Span("header", 0, LEAST_HEADER_NBYTES if short else MAX_HEADER_NBYTES),
             Span("program", 0, program_nbytes),
             *_unused_segments(program, segments),
         ),
-        external=len(external),
-        file_end=max([program_nbytes, *ends.tolist()]),
+        external=len((keyed.keys() - set(named.names)) | _external_names(program)),
+        file_end=max([program_nbytes, *(begins + lengths).tolist()]),
     )
+
+
+def _external_names(program: Program) -> set[str]:
+    """The keys of tensors whose data is in another file."""
+    tensors = program.tensors
+    return {tensors.names[row] or "" for row in np.flatnonzero(tensors.external).tolist()}
 
 
 def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
     if claimed is None:
         if file.nbytes is None:
             raise FormatError(
-                "an ExecuTorch program without extended header does not say its length, and so cannot come through a "
+                "an ExecuTorch program without an extended header does not say its length, so it cannot be read from a "
                 "pipe: give the file"
             )
         claimed = file.nbytes
@@ -163,20 +160,21 @@ def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
         )
     if claimed > MAX_FLATBUFFER_NBYTES:
         raise FormatError(
-            f"the program claims {claimed} bytes, and a flatbuffer has less than 2 GiB"
+            f"the header says that the program has {claimed} bytes: a flatbuffer has less than 2 GiB"
         )
     return claimed
 
 
 def _segments(
-    file: ReadFile, header: programs.ProgramHeader, program: Program
-) -> tuple[Segments, list[Fault]]:
+    file: ReadFile, header: programs.ProgramHeader, program: Program, faults: list[Fault]
+) -> Segments:
     offsets, nbytes = program.segments
     base = header.segments_file_offset
     end = MAX_NBYTES if file.nbytes is None else file.nbytes
-    faults = []
     if header.segments_nbytes is not None and base + header.segments_nbytes > end:
-        text = f"the file ends too early: its header announces {base + header.segments_nbytes} bytes, it has {end}"
+        text = (
+            f"the file ends too early: expected {base + header.segments_nbytes} bytes, found {end}"
+        )
         faults.append(Fault("length", text, end, base + header.segments_nbytes, fatal=True))
     if len(offsets) and base < (header.program_nbytes or 0) and int(nbytes.max()) > 0:
         text = f"the header places the segments at byte {base}, inside the program of {header.program_nbytes} bytes"
@@ -185,24 +183,21 @@ def _segments(
     base = min(base, end)
     room = np.uint64(end - base)
     inside = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
-    inside |= nbytes == 0  # of which nobody asks where it is
+    inside |= nbytes == 0  # wherever it is said to be
     for number in np.flatnonzero(~inside).tolist():
         text = (
-            f"segment {number} has {nbytes[number]} bytes from byte {offsets[number]} of the segments on, which end "
-            f"at byte {room}"
+            f"segment {number} has {nbytes[number]} bytes from byte {offsets[number]} on, outside the {room} bytes of "
+            "segments"
         )
         faults.append(Fault("segment", text, base, end, fatal=True))
     held = inside & (nbytes > 0)
     begins = np.where(held, base + np.where(held, offsets, np.uint64(0)).astype(np.int64), -1)
-    return (begins, np.where(held, nbytes, np.uint64(0)).astype(np.int64)), faults
+    return begins, np.where(held, nbytes, np.uint64(0)).astype(np.int64)
 
 
-def _payload_places(
-    program: Program, segments: Segments
-) -> tuple[dict[tuple[int, int], list[programs.Delegate]], list[Fault]]:
+def _payload_places(program: Program, segments: Segments, faults: list[Fault]) -> Places:
     """The delegates of each payload, by its file offset and length, in the order of the file; none overlap."""
-    places: dict[tuple[int, int], list[programs.Delegate]] = {}
-    faults = []
+    places: Places = {}
     for delegate in program.delegates:
         begins, lengths = segments if delegate.in_segment else program.inline
         if delegate.index >= len(begins):
@@ -218,20 +213,16 @@ def _payload_places(
     reach = 0
     for (begin, nbytes), users in sorted(places.items()):
         if begin < reach:
-            # Read again for each delegate, a small file could ask for any amount of time and memory.
-            text = f"the payload of {users[0].method}/{users[0].number} overlaps the one in front of it"
+            # Were each of them read, a small file could ask for any amount of time and memory.
+            text = f"the payload of {users[0].method}/{users[0].number} overlaps the one before it"
             faults.append(Fault("segment", text, begin, begin + nbytes, fatal=True))
         else:
             apart[begin, nbytes] = users
         reach = max(reach, begin + nbytes)
-    return apart, faults
+    return apart
 
 
-def _payloads(
-    file: ReadFile, program: Program, places: dict[tuple[int, int], list[programs.Delegate]]
-) -> tuple[list[Payload], list[Fault]]:
-    payloads = []
-    faults = []
+def _payloads(file: ReadFile, places: Places, faults: list[Fault]) -> Iterator[Payload]:
     for (begin, nbytes), delegates in places.items():
         users = tuple(f"{delegate.method}/{delegate.number}" for delegate in delegates)
         try:
@@ -241,36 +232,32 @@ def _payloads(
         except FormatError as error:
             text = f"the payload of {users[0]} (bytes {begin} to {begin + nbytes}): {error}"
             faults.append(Fault("graph", text, begin, begin + nbytes, fatal=True))
-            continue
-        payloads.append(replace(payload, backend=delegates[0].backend, users=users))
-    return payloads, faults
+        else:
+            yield replace(payload, backend=delegates[0].backend, users=users)
 
 
-def _named(program: Program, segments: Segments) -> tuple[Constants, list[Fault]]:
-    """Named data as bytes, and what is wrong with their names."""
+def _named_data(program: Program, segments: Segments, faults: list[Fault]) -> Constants:
+    """Named data as bytes."""
     keys, numbers = program.named
     begins, lengths = segments
-    faults = []
     seen: set[str] = set()
-    rows = []
-    for row, (key, number) in enumerate(zip(keys, numbers.tolist())):
+    names, chosen = [], []
+    for key, number in zip(keys, numbers.tolist()):
         if number >= len(begins):
-            text = f"named data {key!r} lies in segment {number} of {len(begins)}"
+            text = f"named data {quoted(key)} is in segment {number}, and there are {len(begins)}"
             faults.append(Fault("segment", text, 0, MAX_HEADER_NBYTES, (key,), fatal=True))
             continue
         if key in seen:
-            text = f"named data {key!r} is named twice"
-            faults.append(Fault("names", text, 0, MAX_HEADER_NBYTES, (key,), fatal=True))
+            faults.append(duplicate_name(key, 0, MAX_HEADER_NBYTES))
         seen.add(key)
-        rows.append(row)
-    chosen = numbers[rows].astype(np.int64)
-    return blobs(
-        [keys[row] for row in rows], np.maximum(begins[chosen], 0), lengths[chosen]
-    ), faults
+        names.append(key)
+        chosen.append(number)
+    places = np.array(chosen, np.int64)
+    return byte_strings(names, np.maximum(begins[places], 0), lengths[places])
 
 
 def _described(named: Constants, keyed: dict[str, Keyed]) -> Constants:
-    """Named data with what payloads say of them."""
+    """Named data with the dtypes and shapes that payloads give them."""
     known = [keyed.get(name) for name in named.names]
     whole = [(int(nbytes),) for nbytes in named.nbytes.tolist()]
     shapes = [what.shape if what else shape for what, shape in zip(known, whole)]
@@ -296,11 +283,10 @@ def _unused_segments(program: Program, segments: Segments) -> Iterator[Span]:
         yield Span("segments without a name", begin, begin + int(lengths[number]))
 
 
-def _payload_spans(payload: Payload) -> Iterator[Span]:
+def _payload_span(payload: Payload) -> Span:
     begin, end = payload.file_offset, payload.file_offset + payload.nbytes
     if payload.kind == "pack":
-        yield Span("packs", begin, end)
-    elif payload.kind == "other":
-        yield Span("payloads of other backends", begin, end)
-    else:
-        yield Span("payload heads", begin, min(payload.region_file_offset, end))
+        return Span("packs", begin, end)
+    if payload.kind == "other":
+        return Span("payloads of other backends", begin, end)
+    return Span("payload heads", begin, min(payload.region_file_offset, end))

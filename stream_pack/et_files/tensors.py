@@ -1,4 +1,4 @@
-"""The constants that an ExecuTorch program holds itself: what no delegate took, and what its methods may change."""
+"""The constants that an ExecuTorch program holds itself: those that no delegate took, and mutable ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stream_pack.et_files.constants import (
     UNKNOWN,
     Constants,
     Fault,
-    blobs,
+    byte_strings,
     expected_nbytes,
     join,
     lookup,
@@ -27,14 +27,14 @@ __all__ = ["Segments", "program_constants"]
 _N = TypeVar("_N", bound=np.generic)
 
 Segments = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""File offsets and lengths; of a segment that is not there, -1 and 0."""
+"""File offsets and lengths; -1 and 0 for a segment that is not in the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slots:
     """Places that tensors refer to by number.
 
-    ``room``: bytes up to what follows, padding included.  ``tensors``: which tensors mean these places.
+    ``room``: bytes up to the next one, padding included.  ``tensors``: which tensors refer to these places.
     """
 
     prefix: str
@@ -43,13 +43,15 @@ class _Slots:
     room: NDArray[np.int64]
 
 
-def program_constants(program: Program, segments: Segments) -> tuple[Constants, list[Fault]]:
-    """The program's own constants, as the first tensor that refers to each describes it, and what is out of range."""
+def program_constants(program: Program, segments: Segments, faults: list[Fault]) -> Constants:
+    """The program's own constants, as the first tensor that refers to each describes it.
+
+    What is out of range is appended to ``faults``.
+    """
     parts: list[Constants] = []
-    faults: list[Fault] = []
     for slots in _slots(program, segments, faults):
         parts += _described(program, slots, faults)
-    return join(parts), faults
+    return join(parts)
 
 
 def _slots(program: Program, segments: Segments, faults: list[Fault]) -> Iterator[_Slots]:
@@ -74,7 +76,7 @@ def _in_segment(
 ) -> _Slots:
     begins, lengths = segments
     if found.segment >= len(begins):
-        text = f"{prefix[:-1]}: its data lies in segment {found.segment} of {len(begins)}"
+        text = f"{prefix[:-1]}: its data is in segment {found.segment}, and there are {len(begins)}"
         faults.append(Fault("segment", text, 0, 0, fatal=True))
         nothing = np.zeros(0, np.int64)
         return _Slots(prefix, np.zeros_like(tensors), nothing, nothing)
@@ -85,7 +87,7 @@ def _in_segment(
         end = max(begin, 0) + nbytes
         faults.append(Fault("range", text, max(begin, 0), end, (f"{prefix}{number}",), fatal=True))
     offsets = np.where(inside, found.offsets, np.uint64(nbytes)).astype(np.int64)
-    # What follows is the next higher offset, or the segment's end.
+    # Each ends at the next higher offset, or at the segment's end.
     bounds = np.unique(np.append(offsets, nbytes))
     following = bounds[np.minimum(np.searchsorted(bounds, offsets, side="right"), len(bounds) - 1)]
     return _Slots(prefix, tensors, max(begin, 0) + offsets, following - offsets)
@@ -97,7 +99,9 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
     numbers = tensors.buffers[rows].astype(np.int64)
     missing = numbers >= len(slots.room)
     for number in np.unique(numbers[missing]).tolist():
-        text = f"a tensor has the data {slots.prefix}{number}, and there are {len(slots.room)}"
+        text = (
+            f"a tensor has the data {slots.prefix}{number}, and there is data for {len(slots.room)}"
+        )
         faults.append(Fault("range", text, 0, 0, (f"{slots.prefix}{number}",), fatal=True))
     numbers, firsts = np.unique(numbers[~missing], return_index=True)
     rows = rows[~missing][firsts]
@@ -105,7 +109,7 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
     sizes = _rows_of(tensors.sizes, tensors.sizes_ends, rows)
     orders = _rows_of(tensors.dim_orders, tensors.dim_orders_ends, rows)
     layouts = row_major(sizes, np.cumsum(ranks[rows]), orders, np.cumsum(order_ranks[rows]))
-    room = slots.room[numbers]  # what is stored can only be too little
+    room = slots.room[numbers]
     described = Constants(
         names=[
             tensors.names[row] or f"{slots.prefix}{number}"
@@ -116,7 +120,7 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
         dims_ends=np.cumsum(ranks[rows]),
         file_offsets=slots.file_offsets[numbers],
         nbytes=room,
-        unsound=layouts.unsound,
+        invalid=layouts.invalid,
         notes=layouts.notes,
     )
     expected = expected_nbytes(described)
@@ -125,7 +129,7 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
     others = np.setdiff1d(np.flatnonzero(slots.room > 0), numbers)
     others = others[others > 0]  # number 0 stands for no data
     names = [f"{slots.prefix}{number}" for number in others.tolist()]
-    yield blobs(names, slots.file_offsets[others], slots.room[others])
+    yield byte_strings(names, slots.file_offsets[others], slots.room[others])
 
 
 def _rows_of(values: NDArray[_N], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[_N]:

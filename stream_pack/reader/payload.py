@@ -54,8 +54,8 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
             f"no payload of kind {kind.name!r}: its header is that of {header.kind.name!r}"
         )
     survey = survey_payload(MappedFile(file))
-    if survey.breakage is not None:
-        raise FormatError(survey.breakage.text)
+    if survey.fatal_fault is not None:
+        raise FormatError(survey.fatal_fault.text)
     (payload,) = survey.payloads
     constants = survey.constants
     region = payload.region_file_offset
@@ -66,7 +66,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
         region_file_offset=region,
         region_nbytes=payload.region_nbytes,
         nbytes=payload.nbytes,
-        faults=dict(constants.unsound),
+        faults=dict(constants.invalid),
     )
 
 

@@ -80,7 +80,7 @@ def test_the_faults_of_a_payload_are_those_that_its_maker_listed(case: str) -> N
             if text.startswith("size"):
                 expected.append((str(constant["id"]), "bytes; ", True))
             elif text.startswith("offset"):
-                expected.append((str(constant["id"]), "no multiple of", False))
+                expected.append((str(constant["id"]), "not a multiple of", False))
             elif text.startswith("datatype aborts"):
                 expected.append((str(constant["id"]), "aborts", False))
             else:
@@ -266,11 +266,11 @@ def test_a_constant_inside_another_is_a_view_and_no_fault() -> None:
     [
         (Constant((0, 3), 0), "constant", "no bytes", False),
         (Constant((2,), 0, nbytes=4), "constant", "4 bytes; float32 of shape [2] has 8", True),
-        (Constant((2,), 2), "constant", "no multiple of 4", False),
+        (Constant((2,), 2), "constant", "not a multiple of 4", False),
         (Constant((2,), 12), "range", "outside the 16 bytes", True),
         (Constant((2,), 2**64 - 4), "range", "outside the 16 bytes", True),
         (Constant((2,), 0, nbytes=2**64 - 1), "range", "outside the 16 bytes", True),
-        (Constant((2,), 0, num_dims=1000), "constant", "claims 1000 dims and has 1", True),
+        (Constant((2,), 0, num_dims=1000), "constant", "has num_dims 1000, but 1 dims", True),
         (Constant((-2,), 0, nbytes=8), "constant", "negative dim", True),
         (Constant((2**31 - 1,) * 4, 0, nbytes=8), "constant", "2**62", True),
         (Constant((2,), 0, datatype=4, nbytes=4), "constant", "bfloat16: the MPS", False),
@@ -322,7 +322,7 @@ def test_names_of_a_data_file_are_unique_and_their_segments_inside() -> None:
         ("range", ("b",), True),
         ("names", ("a",), True),
     ]
-    assert found.breakage is not None
+    assert found.fatal_fault is not None
 
 
 def test_a_dim_order_that_is_none_is_a_fault() -> None:
@@ -334,7 +334,7 @@ def test_a_dim_order_that_is_none_is_a_fault() -> None:
     )
     found = survey(head + bytes(16))
     assert faults(found) == [("constant", ("a",), True)]
-    assert found.breakage is None
+    assert found.fatal_fault is None
 
 
 BASE = 2048

@@ -64,8 +64,8 @@ def open_exported(
             heads = HeadsInFile(stream)
             survey = survey_of(heads)
         assert survey is not None
-        if survey.breakage is not None:
-            raise FormatError(survey.breakage.text)
+        if survey.fatal_fault is not None:
+            raise FormatError(survey.fatal_fault.text)
         source = ExportedSource(stream, heads, survey, spooled)
         stack.pop_all()
     return _with_packs(source, stream, survey)
@@ -148,7 +148,7 @@ class ExportedSource(Source):
     def refusals(self) -> Mapping[int, str]:
         constants = self._survey.constants
         unknown = np.flatnonzero(constants.dtypes == UNKNOWN).tolist()
-        return {**dict.fromkeys(unknown, NO_DTYPE), **constants.unsound}
+        return {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -222,12 +222,12 @@ class ExportedSource(Source):
 
 def _catalog(constants: Constants) -> Catalog:
     builder = CatalogBuilder()
-    unsound = constants.unsound
+    invalid = constants.invalid
     columns = zip(
         constants.dtypes.tolist(), constants.file_offsets.tolist(), constants.nbytes.tolist()
     )
     for row, (dtype, begin, nbytes) in enumerate(columns):
-        usable = dtype != UNKNOWN and row not in unsound
+        usable = dtype != UNKNOWN and row not in invalid
         builder.add(
             constants.names[row],
             dtype if usable else BYTES,
