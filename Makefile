@@ -10,7 +10,7 @@ INPUTS := setup.cfg pyproject.toml constraints.txt stream_pack/_version.py
 # Tests run in this many processes, and draw as many examples for a property as tests/conftest.py says of this profile.
 WORKERS := 2
 PROFILE := quick
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
 .PHONY: help demo test test-slow test-all test-executorch lint perf clean
 

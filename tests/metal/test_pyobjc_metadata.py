@@ -6,6 +6,7 @@ The macOS wheels are downloaded as packages and read as text; nothing of them is
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def enums(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\$(\w+)@(-?\d+)(?=\$)", text)}
 
 
+@functools.cache
 def methods(text: str) -> dict[str, dict[str, Any]]:
     """What is registered for each selector."""
     found: dict[str, dict[str, Any]] = {}

@@ -60,6 +60,7 @@ def part_of(pack: ParallelWriter, *writes: tuple[str, bytes, int]) -> Part:
         return writer.finish()
 
 
+@pytest.mark.slow  # torchrun, which starts torch twice
 def test_two_gloo_ranks_write_the_very_file_that_one_process_saves(tmp_path: Path) -> None:
     argv = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

@@ -443,8 +443,8 @@ def test_a_source_that_nests_nothing_has_one_row(tmp_path: Path) -> None:
 def test_sharing_without_end_does_not_keep_the_list_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_pack.sources.torch_save.outline.MAX_VISITED", 300_000)
-    big = b"](" + tensor() + b"]" * 100_000 + b"eq\1"
+    monkeypatch.setattr("stream_pack.sources.torch_save.outline.MAX_VISITED", 30_000)
+    big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"h\1s" for k in range(2000))
     value = b"}" + text("big") + big + b"s" + shared
     with pytest.raises(UnsupportedCheckpointError, match="too often"):
@@ -454,8 +454,8 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(
 def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stream_pack.sources.torch_save.tensor_names.MAX_VISITED", 300_000)
-    big = b"](" + tensor() + b"]" * 100_000 + b"eq\1"
+    monkeypatch.setattr("stream_pack.sources.torch_save.tensor_names.MAX_VISITED", 30_000)
+    big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"ctorch\nSize\nh\1\x85\x81s" for k in range(2000))
     with pytest.raises(UnsupportedCheckpointError, match="nests more than"):
         pickled(b"}" + text("big") + big + b"s" + shared, ".")

@@ -475,6 +475,7 @@ def seventy_thousand_tensors() -> bytes:
     return saved({f"layer.{k}.weight": value.clone() for k, value in enumerate(values)})
 
 
+@pytest.mark.slow
 def test_seventy_thousand_tensors_are_read(opened: Opened) -> None:
     found = read(opened(seventy_thousand_tensors()))
     assert b"".join(found.values()) == np.arange(70_000, dtype="<i4").tobytes()
