@@ -22,6 +22,7 @@ from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device
 from stream_pack.metal.views import MetalView
 from stream_pack.reader.tensors import torch_form
+from stream_pack.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +138,8 @@ class _Lent:
         """A DLManagedTensor, with shape and strides behind it."""
         if view.dtype not in DLPACK_TYPES:
             raise UnsupportedDtype(
-                f"tensor {view.name!r} is {view.dtype}, which DLPack and MPS do not both have; cast it before it is "
-                "packed, or use view.buffer and view.offset",
+                f"tensor {quoted(view.name)} is {view.dtype}, which DLPack and MPS do not both have; cast it with "
+                "--dtype when it is packed, or use view.buffer and view.offset",
                 tensor=view.name,
                 dtype=view.dtype,
             )
@@ -230,8 +231,8 @@ def to_torch(view: MetalView) -> torch.Tensor:
     # Up to 2.9 silently the first bytes of the buffer (pytorch#168177).
     if tensor.storage_offset() * tensor.itemsize != view.offset:
         raise MetalUnavailable(
-            f"torch {torch.__version__} ignores that tensor {view.name!r} stands {view.offset} bytes into its buffer; "
-            "use torch 2.10 or later, or view.own_buffer()"
+            f"torch {torch.__version__} ignores that tensor {quoted(view.name)} starts {view.offset} bytes into its "
+            "buffer; use torch 2.10 or later, or view.own_buffer()"
         )
     return tensor if view.shape else tensor.reshape(())
 

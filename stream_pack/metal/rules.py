@@ -15,8 +15,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import AlignmentError, LimitError, MetalBufferError, TensorTooLarge
+from stream_pack.errors import (
+    AlignmentError,
+    LimitError,
+    MetalBufferError,
+    OptionError,
+    TensorTooLarge,
+)
 from stream_pack.format.align import PAGE_NBYTES, align_up
+from stream_pack.text import counted, quoted
 
 __all__ = [
     "CONSTANT_ALIGNMENT",
@@ -101,11 +108,11 @@ class Windows:
 def check_limit(max_buffer_length: int) -> int:
     """The largest nbytes a window may have: whole pages.
 
-    Raises: LimitError below one page; TypeError for what is no whole number.
+    Raises: LimitError below one page; OptionError for anything but a whole number.
     """
     if not isinstance(max_buffer_length, int | np.integer):
-        raise TypeError(
-            f"max_buffer_length is an int, a number of bytes, not {max_buffer_length!r}"
+        raise OptionError(
+            f"max_buffer_length={max_buffer_length!r}: expected an int, a number of bytes"
         )
     if max_buffer_length < PAGE_NBYTES:
         raise LimitError(
@@ -161,10 +168,10 @@ def plan_windows(
 
 def too_large(tensors: tuple[str, ...], *, nbytes: int, max_buffer_length: int) -> TensorTooLarge:
     """The error for tensors that fit into no buffer; ``nbytes`` is that of the first, the largest."""
-    also = f" (and {len(tensors) - 1} more tensors)" if len(tensors) > 1 else ""
+    also = f" (and {counted(len(tensors) - 1, 'more tensor')})" if len(tensors) > 1 else ""
     return TensorTooLarge(
-        f"tensor {tensors[0]!r}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, exceed the "
-        f"{max_buffer_length} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
+        f"tensor {quoted(tensors[0])}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, exceed "
+        f"the {max_buffer_length} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
         "matrix of a fused projection), or use a machine with more memory, whose limit is higher",
         tensors=tensors,
         nbytes=nbytes,

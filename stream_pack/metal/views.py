@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from stream_pack.errors import MetalBufferError, UnsupportedDtype
 from stream_pack.metal.device import Buffer
 from stream_pack.metal.rules import MPS_DATA_TYPES
+from stream_pack.text import quoted
 
 __all__ = ["MetalView", "no_buffer"]
 
@@ -15,7 +16,7 @@ __all__ = ["MetalView", "no_buffer"]
 def no_buffer(name: str, shape: tuple[int, ...]) -> MetalBufferError:
     """The error for a tensor of 0 bytes."""
     return MetalBufferError(
-        f"tensor {name!r} of shape {list(shape)} has no bytes, so no MTLBuffer: do not bind it",
+        f"tensor {quoted(name)} of shape {list(shape)} has no bytes, so no MTLBuffer: do not bind it",
         nbytes=0,
     )
 
@@ -39,7 +40,7 @@ class MetalView:
 
     def __repr__(self) -> str:
         place = f"{self.nbytes} bytes at {self.offset} of {self._buffer}"
-        return f"<MetalView {self.name!r} {self.dtype} {list(self.shape)}, {place}>"
+        return f"<MetalView {quoted(self.name)} {self.dtype} {list(self.shape)}, {place}>"
 
     @property
     def buffer(self) -> Buffer:
@@ -60,8 +61,8 @@ class MetalView:
         """The MPSDataType (bfloat16 needs macOS 14).  Raises: UnsupportedDtype where MPS has none."""
         if self.dtype not in MPS_DATA_TYPES:
             raise UnsupportedDtype(
-                f"tensor {self.name!r} is {self.dtype}, which MPS does not have; cast it before it is packed, or let "
-                "your own kernel read the bytes from the buffer",
+                f"tensor {quoted(self.name)} is {self.dtype}, which MPS does not have; cast it with --dtype when it is "
+                "packed, or let your own kernel read the bytes from the buffer",
                 tensor=self.name,
                 dtype=self.dtype,
             )

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from stream_pack.errors import (
     AlignmentError,
     MappingInUse,
     MetalUnavailable,
+    OptionError,
     StateError,
 )
 from stream_pack.format.align import PAGE_NBYTES, align_up
@@ -32,7 +32,7 @@ from stream_pack.metal.rules import (
 from stream_pack.metal.views import MetalView, no_buffer
 from stream_pack.reader.pack import Pack, Verify
 from stream_pack.reader.pack import open as open_pack
-from stream_pack.text import human_nbytes
+from stream_pack.text import human_nbytes, listed, quoted
 
 __all__ = ["Weights", "open"]
 
@@ -60,7 +60,8 @@ def open(
     Copies: none.
     Warns: RuntimeWarning when the windows exceed what the device recommends to use at once.
     Raises: MetalUnavailable, TensorTooLarge (naming all that are), AlignmentError, MetalBufferError, LimitError for a
-    ``max_buffer_length`` below one page, TypeError for one that is no int; and what :func:`stream_pack.open` raises.
+    ``max_buffer_length`` below one page, OptionError for an option that has no meaning; what :func:`stream_pack.open`
+    raises.
     """
     device = device or Device.default()
     if not device.has_unified_memory and not allow_discrete:
@@ -73,7 +74,7 @@ def open(
         limit = min(limit, check_limit(max_buffer_length))
     if isinstance(source, Pack):
         if (verify, offset, nbytes) != ("never", 0, None):
-            raise ValueError(
+            raise OptionError(
                 "verify, offset and nbytes go to stream_pack.open, which has been called"
             )
         return Weights(source, device, limit, residency=residency, owns_pack=False)
@@ -213,8 +214,8 @@ class Weights(Mapping[str, MetalView]):
             raise no_buffer(name, view.shape)
         if view.offset % PAGE_NBYTES:
             raise AlignmentError(
-                f"tensor {name!r} ({view.nbytes} bytes) starts {view.offset % PAGE_NBYTES} bytes behind a page, and a "
-                "buffer of its own must start at one; bind it with its offset, or pack it with "
+                f"tensor {quoted(name)} ({view.nbytes} bytes) starts {view.offset % PAGE_NBYTES} bytes after a page "
+                "boundary, and a buffer of its own must start at one; bind it with its offset, or pack it with "
                 f"alignment=Alignment(small={PAGE_NBYTES})",
                 value=view.offset,
                 alignment=PAGE_NBYTES,
@@ -273,10 +274,9 @@ class Weights(Mapping[str, MetalView]):
         index = self.pack._contents.index
         tensors = sorted(set().union(*(self._users[key] for key in live)))
         names = tuple(index.name(tensor) for tensor in tensors)
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return MappingInUse(
             f"{self.pack.path} cannot be closed while MTLBuffers over it live ({len(live)}, handed out for "
-            f"{', '.join(map(repr, names[:5]))}{more}); drop views, buffers and arrays of other libraries, wait for "
+            f"{listed(names)}); drop views, buffers and arrays of other libraries, wait for "
             "command buffers; or leave the with block without close(): then the memory goes with the last of them",
             tensors=names,
         )
@@ -289,18 +289,13 @@ class Weights(Mapping[str, MetalView]):
     def __enter__(self) -> Weights:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self._closed = True
         self._end_residency()
         with self._lock:
             self._windows.clear()
         if self._owns_pack:
-            self.pack.__exit__(kind, error, traceback)
+            self.pack.__exit__(*exc)
 
 
 def _plan(pack: Pack, limit: int) -> Windows:

@@ -18,6 +18,7 @@ from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.mapping import Mapping
 from stream_pack.reader.opening import naming
 from stream_pack.reader.tensors import Storages
+from stream_pack.text import listed, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ class Lender:
         fault = self.contents.faults.get(tensor)
         if fault is not None:
             raise FormatError(
-                f"{self.path}: tensor {name!r} {fault}; .raw() gives its bytes as they are"
+                f"{self.path}: tensor {quoted(name)} {fault}; .raw() gives its bytes as they are"
             )
 
     def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
@@ -188,12 +189,9 @@ class Lender:
         if held:
             tensors = set().union(*(users if isinstance(users, set) else {users} for users in held))
             names = tuple(state.contents.index.name(tensor) for tensor in sorted(tensors))
-            shown = ", ".join(map(repr, names[:5])) + (
-                f" and {len(names) - 5} more" if len(names) > 5 else ""
-            )
             raise MappingInUse(
-                f"{self.path} cannot be closed while arrays or tensors of it live: {shown}; drop them first, or leave "
-                "the with block without close(): then the memory goes with the last of them",
+                f"{self.path} cannot be closed while arrays or tensors of it live: {listed(names)}; drop them "
+                "first, or leave the with block without close(), which unmaps the file when the last one is released",
                 tensors=names,
             )
         state.mapping.close()

@@ -26,6 +26,7 @@ from stream_pack.reader.payload import read_payload
 from stream_pack.reader.tensors import materialize
 from stream_pack.reader.verify import Progress, VerifyReport, verify_mapped
 from stream_pack.reader.views import TensorSlice, View, view_of
+from stream_pack.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -230,8 +231,9 @@ class Pack(Mapping[str, View]):
         index = self._contents.index
         tensor = index.find(name) if isinstance(name, str) else None
         if tensor is None:
+            shown = quoted(name) if isinstance(name, str) else repr(name)
             raise UnknownTensorError(
-                f"{self.path} has no tensor {name!r}; iterate over the pack for the names of its {len(index)} tensors",
+                f"{self.path} has no tensor {shown}; iterate over the pack for the names of its {len(index)} tensors",
                 tensor=name,
             )
         return tensor

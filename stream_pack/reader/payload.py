@@ -17,6 +17,7 @@ from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import NO_BUFFER, Index, name_columns
+from stream_pack.format.ranges import starts_apart
 from stream_pack.reader.lending import Contents
 from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.reader.opening import read_header
@@ -113,10 +114,8 @@ def _merge(
     held = np.flatnonzero(nbytes > 0)
     order = held[np.argsort(offsets[held], kind="stable")]
     begins, ends = offsets[order], offsets[order] + nbytes[order]
-    reach = np.maximum.accumulate(ends)
-    apart = np.ones(len(order), bool)
-    apart[1:] = begins[1:] >= reach[:-1]
+    apart = starts_apart(begins, ends)
     buffers[order] = (np.cumsum(apart) - 1).astype(np.uint32)
     first = np.flatnonzero(apart)
-    merged_ends = reach[np.append(first[1:], len(order)) - 1] if len(order) else reach
+    merged_ends = np.maximum.reduceat(ends, first) if len(first) else ends
     return begins[first], merged_ends - begins[first], buffers

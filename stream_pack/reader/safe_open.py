@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
+from stream_pack.errors import OptionError
 from stream_pack.reader.pack import Pack
 from stream_pack.reader.pack import open as open_pack
 from stream_pack.reader.views import View, safetensors_name
@@ -46,12 +46,12 @@ def safe_open(
     """Open a pack as ``safetensors.safe_open`` opens its files; the result is a context manager.
 
     ``framework``: ``"pt"`` gives torch tensors, ``"np"`` NumPy arrays; both are writable, copy-on-write, and in place.
-    Raises: ValueError for another framework, or a device other than the CPU for NumPy; as :func:`stream_pack.open`.
+    Raises: OptionError for another framework, or a device other than the CPU for NumPy; as :func:`stream_pack.open`.
     """
     if framework not in (*_TORCH, *_NUMPY):
-        raise ValueError(f"framework={framework!r}: expected 'pt' or 'np'")
+        raise OptionError(f"framework={framework!r}: expected 'pt' or 'np'")
     if framework in _NUMPY and str(device) != "cpu":
-        raise ValueError(f"device={str(device)!r}: NumPy arrays live on the CPU")
+        raise OptionError(f"device={str(device)!r}: NumPy arrays live on the CPU")
     return SafeOpen(open_pack(path), framework in _TORCH, device)
 
 
@@ -102,13 +102,8 @@ class SafeOpen:
     def __enter__(self) -> SafeOpen:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._pack.__exit__(kind, error, traceback)
+    def __exit__(self, *exc: object) -> None:
+        self._pack.__exit__(*exc)
 
 
 class SafeSlice:

@@ -32,12 +32,15 @@ from stream_pack.format.proof import (
     prove_length,
     wrong_blocks,
 )
+from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
+from stream_pack.jobs import check_jobs, cores
 from stream_pack.reader.blocks import block_checksums
-from stream_pack.reader.damage import Damage, VerifyReport
+from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import naming, read_footer, read_head
 from stream_pack.reader.verify_et_file import verify_exported
+from stream_pack.text import counted, listed, quoted
 
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
 
@@ -64,9 +67,10 @@ def verify(
     be seen are damage, and packs inside it are verified.
 
     Arguments: as of :func:`stream_pack.open` and :meth:`Pack.verify`.
-    Raises: OSError; NotAPackError, RawPayloadError, NewerVersionError: there is nothing to verify then.  Damage is
-    reported, not raised.
+    Raises: OSError; OptionError, LimitError; NotAPackError, RawPayloadError, NewerVersionError where there is nothing
+    to verify.  Damage is reported, not raised.
     """
+    check_jobs(jobs)
     file = FileRange(path, offset=offset, nbytes=nbytes)
     try:
         with naming(file):
@@ -87,15 +91,15 @@ def _verify(
             return verify_exported(file, partial(_verify_inside, file, jobs, progress))
         raise
     except TruncatedError as error:
-        return _hidden(Damage("length", file.available, error.expected_nbytes, error))
+        return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except (FormatError, ChecksumError) as error:
         # Where the head ends is part of what cannot be trusted.
-        return _hidden(Damage("head", 0, file.available, error))
+        return hiding_the_rest(Damage("head", 0, file.available, error))
     damages = []
     try:
         prove_length(head, file.available, contained=contained)
     except TruncatedError as error:
-        return _hidden(
+        return hiding_the_rest(
             Damage("length", file.available, head.pack_nbytes, error), tensors=len(head.index)
         )
     except TrailingBytesError as error:
@@ -122,10 +126,6 @@ def _verify_inside(
         part.close()
 
 
-def _hidden(damage: Damage, *, tensors: int = 0) -> VerifyReport:
-    return VerifyReport(tensors=tensors, blocks=0, nbytes=0, complete=False, damages=(damage,))
-
-
 def verify_mapped(
     mapping: Mapping, head: Head, *, jobs: int | None, progress: Progress | None
 ) -> VerifyReport:
@@ -133,13 +133,14 @@ def verify_mapped(
 
     Raises: NewerVersionError for its footer; StateError when it is closed meanwhile.
     """
+    jobs = check_jobs(jobs) or cores()
     damages = [
         *_tail_damages(mapping, head),
         *_graph_damages(mapping, head),
         *_order_damages(head),
         *_cover_damages(head),
         *_padding_damages(mapping, head),
-        *_block_damages(mapping, head, jobs or _cores(), progress),
+        *_block_damages(mapping, head, jobs, progress),
     ]
     damages.sort(key=lambda damage: damage.file_begin)
     index = head.index
@@ -150,13 +151,6 @@ def verify_mapped(
         complete=True,
         damages=tuple(damages),
     )
-
-
-def _cores() -> int:
-    # Not cpu_count: a container, or taskset, may allow fewer.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
@@ -174,7 +168,8 @@ def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
         return
     if rows:
         names = tuple(index.name(row) for row in rows)
-        text = f"graph (bytes {begin} to {end}) and index disagree about {len(rows)} tensors, the first is {names[0]!r}"
+        count = counted(len(names), "tensor")
+        text = f"graph (bytes {begin} to {end}) and index disagree about {count}: {listed(names)}"
         yield Damage("graph", begin, end, FormatError(text), tensors=names)
 
 
@@ -186,14 +181,13 @@ def _order_damages(head: Head) -> Iterator[Damage]:
     for before, after in pairwise(names):
         if before >= after:
             what = "are equal" if before == after else "stand in the wrong order"
-            text = f"index: the names {before.decode()!r} and {after.decode()!r} {what}"
-            yield Damage(
-                "names", begin, end, FormatError(text), tensors=(before.decode(), after.decode())
-            )
+            pair = before.decode(), after.decode()
+            text = f"index: the names {quoted(pair[0])} and {quoted(pair[1])} {what}"
+            yield Damage("names", begin, end, FormatError(text), tensors=pair)
     keys = list(_note_keys(index))
     for (tensor, key), (next_tensor, next_key) in pairwise(keys):
         if tensor == next_tensor and key >= next_key:
-            text = f"index: the notes {key!r} and {next_key!r} of one tensor are not in order"
+            text = f"index: the notes {quoted(key)} and {quoted(next_key)} of one tensor are not in order"
             yield Damage("notes", begin, end, FormatError(text))
 
 
@@ -203,10 +197,9 @@ def _cover_damages(head: Head) -> Iterator[Damage]:
     held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)
     rows = held[np.argsort(index.offsets[held], kind="stable")]
     begins = index.offsets[rows]
-    ends = begins + index.tensor_nbytes[rows]
-    reach = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), ends)))[:-1]
     covered = np.zeros(len(index.buffer_nbytes), np.int64)
-    np.add.at(covered, index.tensor_buffers[rows], np.maximum(ends - np.maximum(begins, reach), 0))
+    fresh = fresh_nbytes(begins, begins + index.tensor_nbytes[rows])
+    np.add.at(covered, index.tensor_buffers[rows], fresh)
     for buffer in np.flatnonzero(covered != index.buffer_nbytes).tolist():
         begin = head.region_file_offset + int(index.buffer_offsets[buffer])
         nbytes = int(index.buffer_nbytes[buffer])

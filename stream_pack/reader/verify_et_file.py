@@ -15,9 +15,10 @@ from stream_pack.errors import (
 from stream_pack.et_files.constants import Fault
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.front import KINDS
-from stream_pack.reader.damage import Damage, VerifyReport
+from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.survey_file import survey_file
+from stream_pack.text import counted
 
 __all__ = ["verify_exported"]
 
@@ -36,9 +37,9 @@ def verify_exported(
     except (NotAPackError, NewerVersionError):
         raise
     except TruncatedError as error:
-        return _hidden(Damage("length", file.available, error.expected_nbytes, error))
+        return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except FormatError as error:
-        return _hidden(Damage("graph", 0, file.available, error))
+        return hiding_the_rest(Damage("graph", 0, file.available, error))
     assert survey is not None  # else it would have been verified as a pack
     damages = [_damage(fault, file) for fault in survey.faults]
     reports = list(_packs(survey, verify_pack))
@@ -57,11 +58,11 @@ def verify_exported(
 
 def _nothing_to_verify_against(survey: Survey, packs: int) -> RawPayloadError:
     count = len(survey.constants)
-    what = f"{count} constant{'' if count == 1 else 's'}"
+    what = counted(count, "constant")
     which = "an ExecuTorch program" if survey.kind == "pte" else f"a raw {KINDS[survey.kind].raw}"
     text = f"{which} has no checksums: there is nothing to verify its {what} against; no fault was seen"
     if packs:
-        text += f", and {packs} packs inside are as they were written"
+        text += f", and no damage in {counted(packs, 'pack')} inside"
     if survey.kind != "pte":
         text += "; or a pack is damaged in both locator and footer"
     return RawPayloadError(text)
@@ -91,7 +92,3 @@ def _damage(fault: Fault, file: FileRange) -> Damage:
     else:
         error = FormatError(f"{fault.text} (bytes {fault.file_begin} to {fault.file_end})")
     return Damage(fault.part, fault.file_begin, fault.file_end, error, tensors=fault.names)
-
-
-def _hidden(damage: Damage) -> VerifyReport:
-    return VerifyReport(tensors=0, blocks=0, nbytes=0, complete=False, damages=(damage,))

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.errors import OptionError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.reader.lending import Lender
 from stream_pack.reader.tensors import empty_tensor, tensor_of, torch_form
+from stream_pack.text import quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +51,7 @@ class View:
     _start: int = field(init=False)
 
     def __repr__(self) -> str:
-        return f"<View {self.name!r} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
+        return f"<View {quoted(self.name)} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
 
     def raw(self) -> memoryview:
         """The bytes, read-only: elements in row-major order, little-endian."""
@@ -74,7 +76,7 @@ class View:
         """For ``np.asarray(view)``: :meth:`numpy`."""
         array = self.numpy()
         if copy is False and dtype not in (None, array.dtype):
-            raise ValueError(f"tensor {self.name!r} cannot become {dtype} without a copy")
+            raise OptionError(f"tensor {quoted(self.name)} cannot become {dtype} without a copy")
         return np.array(array, dtype) if copy else array.astype(dtype or array.dtype, copy=False)
 
     def __getitem__(self, key: object) -> View:
@@ -160,7 +162,7 @@ class TensorSlice:
         count = math.prod(shape)
         if first * bits % 8 or count * bits % 8:
             raise IndexError(
-                f"tensor {view.name!r}: elements {first} to {first + count} of {bits} bits do not stand at whole bytes"
+                f"tensor {quoted(view.name)}: elements {first} to {first + count} of {bits} bits are not whole bytes"
             )
         begin, nbytes = first * bits // 8, count * bits // 8
         part = replace(
@@ -188,7 +190,7 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         (at,) = ellipses
         keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
     if len(keys) > len(shape):
-        raise IndexError(f"tensor {name!r} has {len(shape)} dims, not {len(keys)}")
+        raise IndexError(f"tensor {quoted(name)} has {len(shape)} dims, not {len(keys)}")
     first = 0
     kept: list[int] = []
     for axis, dim in enumerate(shape):
@@ -201,11 +203,11 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         else:
             number = _number(name, part)
             if not -dim <= number < dim:
-                raise IndexError(f"tensor {name!r}: {number} is outside dim {axis} of {dim}")
+                raise IndexError(f"tensor {quoted(name)}: {number} is outside dim {axis} of {dim}")
             begin, step, whole, dims = number % dim, 1, dim == 1, []
         if step != 1 or (not whole and math.prod(kept) != 1):
             raise IndexError(
-                f"tensor {name!r}: that part is not contiguous; slice its .numpy() or .torch() instead"
+                f"tensor {quoted(name)}: that part is not contiguous; slice its .numpy() or .torch() instead"
             )
         first = first * dim + begin
         kept += dims
@@ -216,7 +218,7 @@ def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:
     try:
         return part.indices(dim)
     except (TypeError, ValueError) as error:  # no numbers, or a step of 0
-        raise IndexError(f"tensor {name!r}: {part!r}: {error}") from None
+        raise IndexError(f"tensor {quoted(name)}: {part!r}: {error}") from None
 
 
 def _number(name: str, part: object) -> int:
@@ -226,7 +228,7 @@ def _number(name: str, part: object) -> int:
             return operator.index(part)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise IndexError(f"tensor {name!r}: expected numbers and ranges, got {part!r}")
+    raise IndexError(f"tensor {quoted(name)}: expected numbers and ranges, got {part!r}")
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TypeAlias
@@ -11,6 +10,7 @@ from stream_pack.format import head
 from stream_pack.format.front import Front
 from stream_pack.format.layout import Layout, Policy
 from stream_pack.format.records import Footer
+from stream_pack.jobs import cores
 from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
@@ -38,12 +38,8 @@ MAX_JOBS = 4
 
 
 def default_jobs() -> int:
-    """Threads to use when nobody said: one a core, up to the number of stages."""
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        cores = os.cpu_count() or 1
-    return min(MAX_JOBS, cores)
+    """Threads to use by default: one a core, up to the number of stages."""
+    return min(MAX_JOBS, cores())
 
 
 class PackWriter:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stream_pack.errors import AlignmentError, LimitError, MetalBufferError
+from stream_pack.errors import AlignmentError, LimitError, MetalBufferError, OptionError
 from stream_pack.metal.rules import NO_WINDOW, Windows, check_limit, check_range, plan_windows
 
 PAGE = 16384
@@ -163,7 +163,7 @@ def test_a_limit_below_one_page_is_refused() -> None:
 
 def test_a_limit_is_a_whole_number() -> None:
     assert check_limit(np.int64(3 * PAGE)) == 3 * PAGE  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"an int, a number of bytes, not 3500000000\.0"):
+    with pytest.raises(OptionError, match=r"3500000000\.0: expected an int, a number of bytes"):
         check_limit(3.5e9)  # type: ignore[arg-type]
 
 

@@ -15,6 +15,7 @@ from stream_pack import (
     FormatError,
     NewerVersionError,
     NotAPackError,
+    OptionError,
     RawPayloadError,
     StreamPackError,
     TrailingBytesError,
@@ -225,5 +226,5 @@ def test_a_locator_with_fields_of_a_later_minor_version_opens(path: Path, data: 
 
 def test_arguments_that_mean_nothing_are_refused(path: Path, data: bytes) -> None:
     for arguments in ({"offset": -1}, {"nbytes": -1}, {"verify": "always"}, {"kind": "zip"}):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(OptionError, match="expected"):
             stream_pack.open(path, **arguments)

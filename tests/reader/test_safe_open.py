@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 import stream_pack
-from stream_pack import StateError, UnknownTensorError
+from stream_pack import OptionError, StateError, UnknownTensorError
 from tests.support.packs import pack_bytes, tensors
 
 CONTENT = {
@@ -119,9 +119,9 @@ def test_a_device_gets_a_copy(tmp_path: Path) -> None:
 
 def test_frameworks_and_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
     pack_bytes(tmp_path / "pack")
-    with pytest.raises(ValueError, match="'jax'"):
+    with pytest.raises(OptionError, match="'jax'"):
         stream_pack.safe_open(tmp_path / "pack", framework="jax")
-    with pytest.raises(ValueError, match="CPU"):
+    with pytest.raises(OptionError, match="CPU"):
         stream_pack.safe_open(tmp_path / "pack", framework="np", device="mps")
 
 

@@ -23,8 +23,10 @@ import stream_pack
 from stream_pack import (
     ChecksumError,
     FormatError,
+    LimitError,
     NewerVersionError,
     NotAPackError,
+    OptionError,
     RawPayloadError,
     TruncatedError,
 )
@@ -537,3 +539,15 @@ def test_the_tensors_of_a_range_are_those_that_have_bytes_in_it(
             assert count == len(wanted)
             assert len(names) == len(set(names)) == min(most, count)
             assert set(names) <= wanted
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_no_jobs_are_a_mistake_of_the_caller(path: Path, data: bytes, jobs: int) -> None:
+    with pytest.raises(LimitError, match="expected at least 1"):
+        verify(path, jobs=jobs)
+    with stream_pack.open(path) as pack, pytest.raises(LimitError):
+        pack.verify(jobs=jobs)
+    with pytest.raises(OptionError, match="jobs=1.5: expected a whole number"):
+        verify(path, jobs=1.5)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="offset=-1"):
+        verify(path, offset=-1)

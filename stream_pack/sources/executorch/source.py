@@ -20,6 +20,7 @@ from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.front import KINDS
+from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.bytestream import ByteStream
@@ -243,6 +244,4 @@ def _covered(constants: Constants) -> int:
     """How many bytes of the file belong to constants, each counted once."""
     order = np.argsort(constants.file_offsets, kind="stable")
     begins = constants.file_offsets[order]
-    ends = begins + constants.nbytes[order]
-    reach = np.maximum.accumulate(np.concatenate((np.zeros(1, np.int64), ends)))[:-1]
-    return int(np.maximum(ends - np.maximum(begins, reach), 0).sum())
+    return int(fresh_nbytes(begins, begins + constants.nbytes[order]).sum())

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.index import Index
+from stream_pack.format.ranges import starts_apart
 from stream_pack.pipeline.source import Requests
 
 __all__ = ["BlockRuns", "block_runs"]
@@ -40,8 +41,7 @@ def block_runs(requests: Requests, index: Index, *, together: bool) -> BlockRuns
     before = index.first_blocks[buffers]
     first = before + starts // index.block_nbytes
     last = before + (ends - 1) // index.block_nbytes
-    leads = np.ones(len(order), bool)
-    leads[1:] = first[1:] > np.maximum.accumulate(last)[:-1]
+    leads = starts_apart(first, last + 1)
     heads = np.flatnonzero(leads)
     of = np.empty(len(order), np.int64)
     of[order] = np.cumsum(leads) - 1

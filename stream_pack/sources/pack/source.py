@@ -41,6 +41,7 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.scatter import Scatter
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
 from stream_pack.sources.pack.block_runs import block_runs
+from stream_pack.text import quoted
 
 __all__ = ["PackSource"]
 
@@ -271,6 +272,7 @@ def _dtype_number(index: Index, entry: int) -> int:
     users = np.flatnonzero(index.tensor_dtypes == entry)
     tensor = index.name(int(users[0])) if len(users) else ""
     raise UnsupportedTensorError(
-        f"tensor {tensor!r} has the dtype {name!r} of {bits} bits, which this version does not know; a newer one may",
+        f"tensor {quoted(tensor)} has the dtype {quoted(name)} of {bits} bits, which this version does not know; "
+        "update stream_pack",
         tensor=tensor,
     )
