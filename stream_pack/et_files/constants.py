@@ -17,7 +17,7 @@ from stream_pack.errors import LimitError, SourceError
 from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES
-from stream_pack.format.ragged import row_lengths
+from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
 __all__ = [
@@ -63,17 +63,16 @@ class Fault:
 class Constants:
     """Columns, one entry a constant.
 
-    ``dtypes`` are numbers in :data:`stream_pack.format.dtypes.DTYPES`, or :data:`UNKNOWN`; constant ``k`` has
-    ``dims[dims_ends[k-1]:dims_ends[k]]``.  By number of constant: ``invalid``, why its bytes are not the tensor that
-    dtype and dims describe; ``notes``, text that belongs to it.
+    ``dtypes`` are numbers in :data:`stream_pack.format.dtypes.DTYPES`, or :data:`UNKNOWN`.  By number of
+    constant: ``invalid``, why its bytes are not the tensor that dtype and dims describe; ``notes``, text that belongs
+    to it.
 
     Units: bytes; every range is inside the file.
     """
 
     names: Sequence[str]
     dtypes: NDArray[np.int16]
-    dims: NDArray[np.int64]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.int64]
     file_offsets: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     invalid: Mapping[int, str] = field(default_factory=dict)
@@ -84,8 +83,7 @@ class Constants:
 
     def shape(self, row: int) -> tuple[int, ...]:
         """The dims of one constant."""
-        begin = int(self.dims_ends[row - 1]) if row else 0
-        return tuple(self.dims[begin : int(self.dims_ends[row])].tolist())
+        return tuple(self.dims.row(row).tolist())
 
     def dtype_name(self, row: int) -> str:
         """The name of its dtype; ``"invalid"`` for an unknown one."""
@@ -100,8 +98,7 @@ def byte_strings(
     return Constants(
         names=names,
         dtypes=np.full(len(names), BYTES, np.int16),
-        dims=nbytes,
-        dims_ends=np.arange(1, len(names) + 1),
+        dims=Ragged(nbytes, np.arange(1, len(names) + 1)),
         file_offsets=file_offsets,
         nbytes=nbytes,
     )
@@ -127,14 +124,13 @@ def join(parts: Sequence[Constants]) -> Constants:
                 unique = f"{name}#{taken[name]}"
             taken[unique] = 1
             names.append(unique)
-    dims = [part.dims for part in parts]
-    lengths = np.array([len(column) for column in dims], np.int64)
-    bases = np.cumsum(lengths) - lengths
     return Constants(
         names=names,
         dtypes=_joined([part.dtypes for part in parts], np.int16),
-        dims=_joined(dims, np.int64),
-        dims_ends=_joined([b + p.dims_ends for b, p in zip(bases.tolist(), parts)], np.int64),
+        dims=Ragged.of(
+            _joined([part.dims.values for part in parts], np.int64),
+            _joined([part.dims.lengths for part in parts], np.int64),
+        ),
         file_offsets=_joined([part.file_offsets for part in parts], np.int64),
         nbytes=_joined([part.nbytes for part in parts], np.int64),
         invalid=invalid,
@@ -192,13 +188,12 @@ def lookup(numbers: NDArray[np.integer], table: Mapping[int, int]) -> NDArray[np
 
 def expected_nbytes(constants: Constants) -> NDArray[np.int64]:
     """The length in bytes that dtype and dims give; -1 where no tensor can have them."""
-    ranks = row_lengths(constants.dims_ends)
-    begins = constants.dims_ends - ranks
+    ranks, begins = constants.dims.lengths, constants.dims.begins
     bits = _BITS[constants.dtypes]
     expected = np.full(len(constants), -1, np.int64)
     for rank in np.unique(ranks).tolist():
         rows = np.flatnonzero(ranks == rank)
-        shapes = constants.dims[begins[rows, None] + np.arange(rank)]
+        shapes = constants.dims.values[begins[rows, None] + np.arange(rank)]
         filled = np.where(shapes == 0, 1, shapes)
         # Float64 proves that the exact product fits; 2**60 elements of 16 bytes are beyond any file.
         fits = (shapes >= 0).all(axis=1) & (filled.astype(np.float64).prod(axis=1) < MAX_NBYTES / 4)

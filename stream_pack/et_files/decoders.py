@@ -25,7 +25,7 @@ from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
 from stream_pack.et_files.payload import Keyed, Payload, constants_inside, kept_rows, payload_fault
 from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.ragged import row_lengths
+from stream_pack.format.ragged import Ragged
 
 __all__ = ["DECODERS"]
 
@@ -40,7 +40,7 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         fault = payload_fault(payload, "names", "the graph names a constant twice")
         return replace(payload, faults=(fault,))
     values = graph_mps.decode(flatbuffer)
-    ranks = row_lengths(values.dims_ends)
+    ranks = values.dims.lengths
     faults: list[Fault] = []
     constants = constants_inside(
         payload,
@@ -48,7 +48,6 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         names=[prefix + str(number) for number in values.ids.tolist()],
         dtypes=lookup(values.datatypes, DTYPE_OF),
         dims=values.dims.astype(np.int64),
-        dims_ends=values.dims_ends,
         offsets=values.offsets,
         nbytes=values.nbytes,
         invalid={
@@ -70,17 +69,17 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     count = len(found.offsets)
     # The first value that refers to a constant describes it; one without any is bytes.
     described, firsts = np.unique(values.constants, return_index=True)
-    value_ranks = row_lengths(values.dims_ends)
+    dims_of = values.dims.take(firsts)
     ranks = np.ones(count, np.int64)
-    ranks[described] = value_ranks[firsts]
-    ends = np.cumsum(ranks)
-    dims = np.repeat(found.nbytes.astype(np.int64), ranks)
+    ranks[described] = dims_of.lengths
+    dims = Ragged.of(np.repeat(found.nbytes.astype(np.int64), ranks), ranks)
+    is_described = np.zeros(count, bool)
+    is_described[described] = True
+    dims.values[is_described[dims.rows]] = dims_of.values
     dtypes = np.full(count, BYTES, np.int16)
     dtypes[described] = lookup(values.datatypes[firsts], _BY_XNN)
     notes = {}
     for number, first in zip(described.tolist(), firsts.tolist()):
-        end, value_end, rank = ends[number], values.dims_ends[first], value_ranks[first]
-        dims[end - rank : end] = values.dims[value_end - rank : value_end]
         quantized = _QUANTIZED.get(int(values.datatypes[first]))
         if quantized is not None:
             notes[number] = {"xnnpack.datatype": quantized}
@@ -93,16 +92,15 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
             text = f"constant {number} is outside the payload, and has no key to find it by"
             faults.append(payload_fault(payload, "graph", text))
         else:
-            shape = dims[int(ends[number] - ranks[number]) : int(ends[number])]
-            keyed[key] = Keyed(int(dtypes[number]), tuple(shape.tolist()), notes.get(number, {}))
+            shape = tuple(dims.row(number).tolist())
+            keyed[key] = Keyed(int(dtypes[number]), shape, notes.get(number, {}))
     inline[:1] = False  # entry 0 is reserved
     constants = constants_inside(
         payload,
         faults,
         names=[prefix + str(number) for number in np.flatnonzero(inline).tolist()],
         dtypes=dtypes[inline],
-        dims=dims[np.repeat(inline, ranks)],
-        dims_ends=np.cumsum(ranks[inline]),
+        dims=dims.take(inline),
         offsets=found.offsets[inline],
         nbytes=found.nbytes[inline],
         notes=kept_rows(notes, inline),
@@ -127,20 +125,19 @@ _QUANTIZED = {
 def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     found = graph_ptd.decode(flatbuffer)
     names = [found.key(entry) for entry in range(len(found))]
-    layouts = row_major(found.dims, found.dims_ends, found.dim_order, found.dims_ends)
+    layouts = row_major(found.dims, found.dim_order)
     nbytes = found.segment_nbytes[found.segments]
     # An entry without a layout is bytes.
-    ranks = np.where(found.has_layout, row_lengths(found.dims_ends), 1)
+    ranks = np.where(found.has_layout, found.dims.lengths, 1)
     dims = np.repeat(nbytes.astype(np.int64), ranks)
-    dims[np.repeat(found.has_layout, ranks)] = layouts.dims
+    dims[np.repeat(found.has_layout, ranks)] = layouts.dims.values
     faults: list[Fault] = []
     constants = constants_inside(
         payload,
         faults,
         names=names,
         dtypes=np.where(found.has_layout, lookup(found.scalar_types, BY_SCALAR_TYPE), BYTES),
-        dims=dims,
-        dims_ends=np.cumsum(ranks),
+        dims=Ragged.of(dims, ranks),
         offsets=found.segment_offsets[found.segments],
         nbytes=nbytes,
         invalid=layouts.invalid,

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.format.ragged import rows_differ
+from stream_pack.format.ragged import Ragged
 
 __all__ = ["BY_SCALAR_TYPE", "ORDER_NOTE", "Layouts", "row_major"]
 
@@ -29,33 +28,22 @@ class Layouts:
     why its dim order cannot be used.
     """
 
-    dims: NDArray[np.int64]
+    dims: Ragged[np.int64]
     notes: Mapping[int, Mapping[str, str]]
     invalid: Mapping[int, str]
 
 
-def row_major(
-    sizes: NDArray[np.int32],
-    sizes_ends: NDArray[np.int64],
-    orders: NDArray[np.uint8],
-    orders_ends: NDArray[np.int64],
-) -> Layouts:
+def row_major(sizes: Ragged[np.int32], orders: Ragged[np.uint8]) -> Layouts:
     """The dims of tensors of these sizes and dim orders, one row each.  An empty dim order is the usual one."""
     dims = sizes.astype(np.int64)
     notes: dict[int, Mapping[str, str]] = {}
     invalid: dict[int, str] = {}
-    usual = np.arange(len(sizes)) - np.repeat(
-        sizes_ends - np.diff(sizes_ends, prepend=0), np.diff(sizes_ends, prepend=0)
-    )
-    unusual = rows_differ(orders, orders_ends, usual, sizes_ends)
-    unusual &= np.diff(orders_ends, prepend=0) > 0
+    unusual = orders.differs(Ragged(sizes.places, sizes.ends)) & (orders.lengths > 0)
     for row in np.flatnonzero(unusual).tolist():
-        begin, end = (int(sizes_ends[row - 1]) if row else 0), int(sizes_ends[row])
-        first, last = (int(orders_ends[row - 1]) if row else 0), int(orders_ends[row])
-        order, shape = orders[first:last].tolist(), sizes[begin:end].tolist()
+        order, shape = orders.row(row).tolist(), sizes.row(row).tolist()
         if sorted(order) != list(range(len(shape))):
             invalid[row] = f"has the dim order {order} for {len(shape)} dims"
             continue
-        dims[begin:end] = [shape[dim] for dim in order]
+        dims.row(row)[:] = [shape[dim] for dim in order]
         notes[row] = {SIZES_NOTE: json.dumps(shape), ORDER_NOTE: json.dumps(order)}
     return Layouts(dims, notes, invalid)

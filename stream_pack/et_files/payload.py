@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.et_files.constants import Constants, Fault
-from stream_pack.format.ragged import row_lengths
+from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
 __all__ = [
@@ -75,8 +75,7 @@ class Payload:
 NOTHING = Constants(
     names=(),
     dtypes=np.empty(0, np.int16),
-    dims=np.empty(0, np.int64),
-    dims_ends=np.empty(0, np.int64),
+    dims=Ragged.of(np.empty(0, np.int64), []),
     file_offsets=np.empty(0, np.int64),
     nbytes=np.empty(0, np.int64),
 )
@@ -88,8 +87,7 @@ def constants_inside(
     *,
     names: list[str],
     dtypes: NDArray[np.int16],
-    dims: NDArray[np.int64],
-    dims_ends: NDArray[np.int64],
+    dims: Ragged[np.int64],
     offsets: NDArray[np.uint64],
     nbytes: NDArray[np.uint64],
     invalid: Mapping[int, str] | None = None,
@@ -107,12 +105,10 @@ def constants_inside(
             "bytes of constants"
         )
         faults.append(payload_fault(payload, "range", text, (names[row],)))
-    ranks = row_lengths(dims_ends)
     return Constants(
         names=names if inside.all() else [names[row] for row in np.flatnonzero(inside).tolist()],
         dtypes=dtypes[inside],
-        dims=dims[np.repeat(inside, ranks)],
-        dims_ends=np.cumsum(ranks[inside]),
+        dims=dims.take(inside),
         file_offsets=payload.region_file_offset + offsets[inside].astype(np.int64),
         nbytes=nbytes[inside].astype(np.int64),
         invalid=kept_rows(invalid or {}, inside),

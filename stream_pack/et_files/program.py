@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import FormatError
 from stream_pack.format.flatbuf import Tables, root_table
 from stream_pack.format.limits import MAX_RANK, MAX_TENSORS
+from stream_pack.format.ragged import Ragged
 
 __all__ = [
     "MAX_HEADER_NBYTES",
@@ -98,10 +98,8 @@ class TensorData:
     mutable_segments: NDArray[np.uint64]
     external: NDArray[np.bool_]
     scalar_types: NDArray[np.int8]
-    sizes: NDArray[np.int32]
-    sizes_ends: NDArray[np.int64]
-    dim_orders: NDArray[np.uint8]
-    dim_orders_ends: NDArray[np.int64]
+    sizes: Ragged[np.int32]
+    dim_orders: Ragged[np.uint8]
     names: list[str | None]
 
     def __len__(self) -> int:
@@ -213,11 +211,8 @@ def _identifiers(tables: Tables) -> list[str]:
 
 def _offsets(tables: Tables) -> list[Offsets]:
     segments = tables.scalars(0, _U4).tolist()
-    offsets, ends = tables.vectors(1, _U8, longest=MAX_TENSORS)
-    bounds = pairwise([0, *ends.tolist()])
-    return [
-        Offsets(segment, offsets[a:b]) for segment, (a, b) in zip(segments, bounds, strict=True)
-    ]
+    offsets = tables.vectors(1, _U8, longest=MAX_TENSORS)
+    return [Offsets(segment, offsets.row(row)) for row, segment in enumerate(segments)]
 
 
 def _tensors(plans: Tables) -> TensorData:
@@ -235,18 +230,14 @@ def _tensors(plans: Tables) -> TensorData:
         names[row] = name
     mutable_segments = np.zeros(len(tensors), np.uint64)
     mutable_segments[informed] = info.scalars(0, _U8)
-    sizes, sizes_ends = tensors.vectors(2, _I4, longest=MAX_RANK)
-    dim_orders, dim_orders_ends = tensors.vectors(3, _U1, longest=MAX_RANK)
     return TensorData(
         buffers=tensors.scalars(5, _U4),
         mutable=tensors.targets(6) > 0,
         mutable_segments=mutable_segments,
         external=external[wanted],
         scalar_types=tensors.scalars(0, _I1),
-        sizes=sizes,
-        sizes_ends=sizes_ends,
-        dim_orders=dim_orders,
-        dim_orders_ends=dim_orders_ends,
+        sizes=tensors.vectors(2, _I4, longest=MAX_RANK),
+        dim_orders=tensors.vectors(3, _U1, longest=MAX_RANK),
         names=names,
     )
 

@@ -27,6 +27,7 @@ from stream_pack.et_files.program import MAX_HEADER_NBYTES, Program
 from stream_pack.et_files.read import read_payload
 from stream_pack.et_files.tensors import Segments, program_constants
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_NBYTES
+from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
 __all__ = ["Span", "Survey", "survey_payload", "survey_program"]
@@ -264,8 +265,9 @@ def _described(named: Constants, keyed: dict[str, Keyed]) -> Constants:
     return replace(
         named,
         dtypes=np.array([what.dtype if what else BYTES for what in known], np.int16),
-        dims=np.array([dim for shape in shapes for dim in shape], np.int64),
-        dims_ends=np.cumsum([len(shape) for shape in shapes], dtype=np.int64),
+        dims=Ragged.of(
+            np.array([dim for shape in shapes for dim in shape], np.int64), list(map(len, shapes))
+        ),
         notes={row: what.notes for row, what in enumerate(known) if what and what.notes},
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +19,9 @@ from stream_pack.et_files.constants import (
 )
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
 from stream_pack.et_files.program import Offsets, Program
-from stream_pack.format.ragged import row_lengths
 
 __all__ = ["Segments", "program_constants"]
 
-_N = TypeVar("_N", bound=np.generic)
 
 Segments = tuple[NDArray[np.int64], NDArray[np.int64]]
 """File offsets and lengths; -1 and 0 for a segment that is not in the file."""
@@ -105,10 +102,7 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
         faults.append(Fault("range", text, 0, 0, (f"{slots.prefix}{number}",), fatal=True))
     numbers, firsts = np.unique(numbers[~missing], return_index=True)
     rows = rows[~missing][firsts]
-    ranks, order_ranks = row_lengths(tensors.sizes_ends), row_lengths(tensors.dim_orders_ends)
-    sizes = _rows_of(tensors.sizes, tensors.sizes_ends, rows)
-    orders = _rows_of(tensors.dim_orders, tensors.dim_orders_ends, rows)
-    layouts = row_major(sizes, np.cumsum(ranks[rows]), orders, np.cumsum(order_ranks[rows]))
+    layouts = row_major(tensors.sizes.take(rows), tensors.dim_orders.take(rows))
     room = slots.room[numbers]
     described = Constants(
         names=[
@@ -117,7 +111,6 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
         ],
         dtypes=lookup(tensors.scalar_types[rows], BY_SCALAR_TYPE),
         dims=layouts.dims,
-        dims_ends=np.cumsum(ranks[rows]),
         file_offsets=slots.file_offsets[numbers],
         nbytes=room,
         invalid=layouts.invalid,
@@ -130,10 +123,3 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
     others = others[others > 0]  # number 0 stands for no data
     names = [f"{slots.prefix}{number}" for number in others.tolist()]
     yield byte_strings(names, slots.file_offsets[others], slots.room[others])
-
-
-def _rows_of(values: NDArray[_N], ends: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[_N]:
-    """Some rows of a ragged column, one after the other."""
-    lengths = row_lengths(ends)[rows]
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return values[np.repeat(ends[rows] - lengths, lengths) + within]

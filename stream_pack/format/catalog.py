@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import LimitError, SourceError, UnsupportedTensorError
 from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.format.ragged import Ragged
 
 __all__ = ["Catalog", "CatalogBuilder", "tensor_nbytes"]
 
@@ -28,8 +29,8 @@ __all__ = ["Catalog", "CatalogBuilder", "tensor_nbytes"]
 class Catalog:
     """What tensors there are, in the order in which they shall stand in the pack.
 
-    Shapes: ``names``, ``dtypes`` (numbers in :data:`stream_pack.format.dtypes.DTYPES`), ``dims_ends``
-    (prefix sums into the flat ``dims``), ``nbytes``, ``storages``, ``starts``: one entry a tensor.
+    Shapes: ``names``, ``dtypes`` (numbers in :data:`stream_pack.format.dtypes.DTYPES`), ``dims``,
+    ``nbytes``, ``storages``, ``starts``: one entry a tensor.
     ``derived`` maps each derived storage to the range (storage, begin, end) of the source that it
     is made from (what the limit on blow-up is measured against).  ``storages_nbytes`` is the length
     of all storages that the source holds, used or not.  ``source_dtypes``, if given, are the dtypes that
@@ -41,8 +42,7 @@ class Catalog:
 
     names: Sequence[str]
     dtypes: NDArray[np.uint8]
-    dims: NDArray[np.int64]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.int64]
     nbytes: NDArray[np.int64]
     storages: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -57,8 +57,7 @@ class Catalog:
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The dims of one tensor, outermost first."""
-        begin = int(self.dims_ends[tensor - 1]) if tensor else 0
-        return tuple(self.dims[begin : int(self.dims_ends[tensor])].tolist())
+        return tuple(self.dims.row(tensor).tolist())
 
 
 def tensor_nbytes(name: str, dtype: int, shape: Sequence[int]) -> int:
@@ -164,8 +163,7 @@ class CatalogBuilder:
         return Catalog(
             names=tuple(self._names),
             dtypes=np.array(self._dtypes, np.uint8),
-            dims=np.array(self._dims, np.int64),
-            dims_ends=np.array(self._dims_ends, np.int64),
+            dims=Ragged(np.array(self._dims, np.int64), np.array(self._dims_ends, np.int64)),
             nbytes=np.array(self._nbytes, np.int64),
             storages=np.array(self._storages, np.int64),
             starts=np.array(self._starts, np.int64),

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError
+from stream_pack.format.ragged import Ragged
 
 __all__ = ["Table", "Tables", "gather", "root_table"]
 
@@ -204,10 +205,8 @@ class Tables:
 
     def children(self, slot: int) -> tuple[NDArray[np.int64], Tables]:
         """The tables that the vectors in ``slot`` refer to, one after the other: the row of each, and these."""
-        firsts, counts = self.spans(slot, 4)
-        rows = np.repeat(np.arange(len(self)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return rows, Tables.referred(self._raw.data, firsts[rows] + 4 * within, self.what)
+        fields = _elements(*self.spans(slot, 4), 4)
+        return fields.rows, Tables.referred(self._raw.data, fields.values, self.what)
 
     def texts(self, slot: int) -> list[str | None]:
         """The texts in ``slot``."""
@@ -243,10 +242,8 @@ class Tables:
             )
         return firsts, counts
 
-    def vectors(
-        self, slot: int, dtype: np.dtype[_I], *, longest: int
-    ) -> tuple[NDArray[_I], NDArray[np.int64]]:
-        """The elements of all vectors, one after the other, and where each ends.
+    def vectors(self, slot: int, dtype: np.dtype[_I], *, longest: int) -> Ragged[_I]:
+        """The elements of the vectors in ``slot``.
 
         Raises: FormatError also when one has more than ``longest`` elements.
         """
@@ -255,9 +252,17 @@ class Tables:
             raise FormatError(
                 f"{self.what} is broken: a vector of {int(counts.max())}, the limit is {longest}"
             )
-        ends = np.cumsum(counts)
-        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-        return self._gather(np.repeat(firsts, counts) + dtype.itemsize * within, dtype), ends
+        elements = _elements(firsts, counts, dtype.itemsize)
+        return Ragged(self._gather(elements.values, dtype), elements.ends)
+
+
+def _elements(
+    firsts: NDArray[np.int64], counts: NDArray[np.int64], itemsize: int
+) -> Ragged[np.int64]:
+    """The position of each element of vectors."""
+    elements = Ragged.of(np.repeat(firsts, counts), counts)
+    elements.values[:] += itemsize * elements.places
+    return elements
 
 
 def gather(

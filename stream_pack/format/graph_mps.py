@@ -20,7 +20,7 @@ from stream_pack.format.flatbuf import Tables, root_table
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK, MAX_TENSORS
-from stream_pack.format.ragged import row_lengths, rows_differ
+from stream_pack.format.ragged import Ragged
 
 __all__ = [
     "KIND",
@@ -41,9 +41,8 @@ MAX_DIM = 2**31 - 1
 class GraphValues:
     """The constants of a graph, as columns.
 
-    ``datatypes`` are MPSDataType numbers; value ``k`` has ``dims[dims_ends[k-1]:dims_ends[k]]``;
-    ``num_dims`` is the field of that name, which a sound graph has equal to the number of dims.
-    ``ids`` are their numbers in mps_values.
+    ``datatypes`` are MPSDataType numbers; ``num_dims`` is the field of that name, which a
+    valid graph has equal to the number of dims.  ``ids`` are their numbers in mps_values.
 
     Units: bytes; ``offsets`` count from the region's first byte.
     """
@@ -51,28 +50,24 @@ class GraphValues:
     ids: NDArray[np.int32]
     datatypes: NDArray[np.int16]
     num_dims: NDArray[np.int32]
-    dims: NDArray[np.int32]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.int32]
     nbytes: NDArray[np.uint64]
     offsets: NDArray[np.uint64]
 
 
 def expected_values(index: Index) -> GraphValues:
     """What the graph in front of ``index`` must say of its tensors (ids: their own numbers)."""
-    ranks = row_lengths(index.dims_ends)
+    dims = index.ragged_dims
     table = [DTYPES[BY_NAME[n]].mps if n in BY_NAME else INVALID for n in index.dtype_names]
     datatypes = np.array(table, np.int16)[index.tensor_dtypes]
-    long_dims = np.repeat(np.arange(len(index)), ranks)[index.dims > MAX_DIM]
-    datatypes[long_dims] = INVALID
+    datatypes[dims.rows[dims.values > MAX_DIM]] = INVALID
     named = datatypes != INVALID
-    dims = index.dims[np.repeat(named, ranks)].astype(np.int32)
-    ranks = np.where(named, ranks, 0)
+    ranks = np.where(named, dims.lengths, 0)
     return GraphValues(
         ids=np.arange(len(index), dtype=np.int32),
         datatypes=datatypes,
         num_dims=ranks.astype(np.int32),
-        dims=dims,
-        dims_ends=np.cumsum(ranks),
+        dims=Ragged.of(dims.take(named).values.astype(np.int32), ranks),
         nbytes=index.tensor_nbytes.astype(np.uint64),
         offsets=index.offsets.astype(np.uint64),
     )
@@ -117,8 +112,7 @@ def encode(index: Index) -> bytes:
             limit=MAX_TENSORS,
         )
     values = expected_values(index)
-    ranks = row_lengths(values.dims_ends)
-    begins = values.dims_ends - ranks
+    ranks = values.dims.lengths
 
     # In words of 4 bytes.  Head: root offset, identifier; vtables; root table; small vectors.
     root_vtable = 2
@@ -188,9 +182,8 @@ def encode(index: Index) -> bytes:
     for field, column in ((_NBYTES, values.nbytes), (_OFFSET, values.offsets)):
         out[positions + field] = column & 0xFFFFFFFF
         out[positions + field + 1] = column >> np.uint64(32)
-    out[np.repeat(positions + _DIMS_FIRST - begins, ranks) + np.arange(len(values.dims))] = (
-        values.dims
-    )
+    places = np.repeat(positions + _DIMS_FIRST, ranks) + values.dims.places
+    out[places] = values.dims.values
 
     out[buffer] = 4 * (buffer - buffer_vtable)
     refer(buffer + 1, storage)
@@ -234,13 +227,11 @@ def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
     ids, first = _ids_and_values(data)
     ids = ids[:most]
     values = Tables.referred(data, first + 4 * ids.astype(np.int64), _WHAT)
-    dims, dims_ends = values.vectors(2, np.dtype("<i4"), longest=MAX_RANK)
     return GraphValues(
         ids=ids,
         datatypes=values.scalars(0, np.dtype("<i2")),
         num_dims=values.scalars(1, np.dtype("<i4")),
-        dims=dims,
-        dims_ends=dims_ends,
+        dims=values.vectors(2, np.dtype("<i4"), longest=MAX_RANK),
         nbytes=values.scalars(3, np.dtype("<u8")),
         offsets=values.scalars(5, np.dtype("<u8")),
     )
@@ -254,7 +245,7 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     found, wanted = decode(data, most=len(index)), expected_values(index)
     if len(found.ids) < len(index):
         raise FormatError(f"the graph has {len(found.ids)} constants for {len(index)} tensors")
-    wrong = rows_differ(found.dims, found.dims_ends, wanted.dims, wanted.dims_ends)
+    wrong = found.dims.differs(wanted.dims)
     for name in ("datatypes", "num_dims", "nbytes", "offsets"):
         wrong |= getattr(found, name) != getattr(wanted, name)
     return wrong

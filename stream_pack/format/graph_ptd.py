@@ -18,7 +18,7 @@ from stream_pack.format.flatbuf import root_table
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK
-from stream_pack.format.ragged import row_lengths, rows_differ
+from stream_pack.format.ragged import Ragged
 
 __all__ = ["KIND", "FlatTensor", "decode", "disagreements", "encode"]
 
@@ -34,7 +34,7 @@ class FlatTensor:
 
     Segment ``s`` has ``segment_nbytes[s]`` bytes from ``segment_offsets[s]`` on.  Entry ``k`` of the named data lies in
     the segment ``segments[k]``, and is called :meth:`key`.  Where ``has_layout``, it is a tensor: of the ScalarType
-    ``scalar_types[k]``, the sizes ``dims[dims_ends[k-1]:dims_ends[k]]``, and the same part of ``dim_order``.
+    ``scalar_types[k]``, with row ``k`` of ``dims`` and of ``dim_order``, which are equally long.
 
     Units: bytes; offsets count from the region's first byte.
     Lifetime: keeps the flatbuffer, from which keys are read when asked for.
@@ -47,9 +47,8 @@ class FlatTensor:
     key_nbytes: NDArray[np.int64]
     has_layout: NDArray[np.bool_]
     scalar_types: NDArray[np.int8]
-    dims: NDArray[np.int32]
-    dim_order: NDArray[np.uint8]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.int32]
+    dim_order: Ragged[np.uint8]
     data: memoryview
 
     def __len__(self) -> int:
@@ -74,8 +73,7 @@ class _Wanted:
     """What must be said of the tensors of an index."""
 
     scalar_types: NDArray[np.int64]  # _NO_TYPE: no layout
-    dims: NDArray[np.int32]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.int32]
     segment_offsets: NDArray[np.int64]
     segment_nbytes: NDArray[np.int64]
     segments: NDArray[np.int64]
@@ -87,8 +85,8 @@ def _wanted(index: Index) -> _Wanted:
     ]
     numbers = np.array([_NO_TYPE if number is None else number for number in table], np.int64)
     types = numbers[index.tensor_dtypes]
-    ranks = row_lengths(index.dims_ends)
-    types[np.repeat(np.arange(len(index)), ranks)[index.dims > MAX_DIM]] = _NO_TYPE
+    dims = index.ragged_dims
+    types[dims.rows[dims.values > MAX_DIM]] = _NO_TYPE
     named = types != _NO_TYPE
     # Segments: each range that a tensor has, once.
     order = np.lexsort((index.tensor_nbytes, index.offsets))
@@ -99,8 +97,7 @@ def _wanted(index: Index) -> _Wanted:
     segments[order] = np.cumsum(first) - 1
     return _Wanted(
         scalar_types=types,
-        dims=index.dims[np.repeat(named, ranks)].astype(np.int32),
-        dims_ends=np.cumsum(np.where(named, ranks, 0)),
+        dims=Ragged.of(dims.take(named).values.astype(np.int32), np.where(named, dims.lengths, 0)),
         segment_offsets=offsets[first],
         segment_nbytes=nbytes[first],
         segments=segments,
@@ -142,8 +139,9 @@ def _words(index: Index) -> NDArray[np.uint32]:
     wanted = _wanted(index)
     tensors, segments = len(index), len(wanted.segment_offsets)
     named = np.flatnonzero(wanted.scalar_types != _NO_TYPE)
-    ranks = row_lengths(wanted.dims_ends)[named]
-    name_nbytes = row_lengths(index.name_ends)
+    dims = wanted.dims.take(named)
+    ranks = dims.lengths
+    name_nbytes = index.ragged_names.lengths
 
     # One area for each kind of thing, so that every reference leads forward.
     segment_fields = _ROOT_AT + 4
@@ -197,9 +195,7 @@ def _words(index: Index) -> NDArray[np.uint32]:
     refer(layouts + 2, orders[np.searchsorted(distinct_ranks, ranks)])
     out[layouts + 3] = wanted.scalar_types[named]
     out[sizes] = ranks
-    out[np.repeat(sizes + 1 - (np.cumsum(ranks) - ranks), ranks) + np.arange(len(wanted.dims))] = (
-        wanted.dims
-    )
+    out[np.repeat(sizes + 1, ranks) + dims.places] = dims.values
     out[names] = name_nbytes
     # Count, text, then terminator and padding, of every name.
     lengths = np.stack((np.full(tensors, 4), name_nbytes, 4 * name_words - 4 - name_nbytes), axis=1)
@@ -253,14 +249,14 @@ def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
     has_layout = named.targets(2) > 0
     rows = np.flatnonzero(has_layout)
     layouts = named.tables(2, rows)
-    dims, ends = layouts.vectors(1, _I4, longest=MAX_RANK)
-    dim_order, order_ends = layouts.vectors(2, _U1, longest=MAX_RANK)
-    if not np.array_equal(ends, order_ends):
+    dims = layouts.vectors(1, _I4, longest=MAX_RANK)
+    dim_order = layouts.vectors(2, _U1, longest=MAX_RANK)
+    if not np.array_equal(dims.ends, dim_order.ends):
         raise FormatError(f"{_WHAT} is broken: a layout's sizes and dim order differ in length")
     scalar_types = np.zeros(len(named), np.int8)
     scalar_types[rows] = layouts.scalars(0, _I1)
     ranks = np.zeros(len(named), np.int64)
-    ranks[rows] = row_lengths(ends)
+    ranks[rows] = dims.lengths
     return FlatTensor(
         segment_offsets=segments.scalars(0, _U8),
         segment_nbytes=segments.scalars(1, _U8),
@@ -269,9 +265,8 @@ def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
         key_nbytes=key_nbytes,
         has_layout=has_layout,
         scalar_types=scalar_types,
-        dims=dims,
-        dim_order=dim_order,
-        dims_ends=np.cumsum(ranks),
+        dims=Ragged.of(dims.values, ranks),
+        dim_order=Ragged.of(dim_order.values, ranks),
         data=data,
     )
 
@@ -289,10 +284,8 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
         )
     types = np.where(found.has_layout, found.scalar_types, _NO_TYPE)
     wrong: NDArray[np.bool_] = types != wanted.scalar_types
-    wrong |= rows_differ(found.dims, found.dims_ends, wanted.dims, wanted.dims_ends)
-    ranks = row_lengths(found.dims_ends)
-    in_order = np.arange(len(found.dims)) - np.repeat(found.dims_ends - ranks, ranks)
-    wrong[np.repeat(np.arange(len(found)), ranks)[found.dim_order != in_order]] = True
+    wrong |= found.dims.differs(wanted.dims)
+    wrong[found.dims.rows[found.dim_order.values != found.dims.places]] = True
     wrong |= found.segment_offsets[found.segments] != index.offsets.astype(np.uint64)
     wrong |= found.segment_nbytes[found.segments] != index.tensor_nbytes.astype(np.uint64)
     equal = (found.key_bytes(k) == index.name_bytes(k) for k in range(len(index)))

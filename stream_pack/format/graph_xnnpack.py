@@ -22,6 +22,7 @@ from stream_pack.format.limits import (
     MAX_RANK,
     MAX_XNNPACK_REGION_FILE_OFFSET,
 )
+from stream_pack.format.ragged import Ragged
 
 __all__ = [
     "BY_KEY",
@@ -64,15 +65,13 @@ class XnnValues:
     """What a graph says of its constants: one row for each value, or table of quantization scales, that has one.
 
     ``constants`` are numbers in constant_data, from 1 on; more than one row may have the same.  ``datatypes`` are
-    XNNDatatype numbers; row ``k`` has ``dims[dims_ends[k-1]:dims_ends[k]]``; ``num_dims`` is the field of that name,
-    which a sound graph has equal to the number of dims.
+    XNNDatatype numbers; ``num_dims`` is the field of that name, which a valid graph has equal to the number of dims.
     """
 
     constants: NDArray[np.uint32]
     datatypes: NDArray[np.int16]
     num_dims: NDArray[np.uint32]
-    dims: NDArray[np.uint32]
-    dims_ends: NDArray[np.int64]
+    dims: Ragged[np.uint32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +182,7 @@ def decode(data: memoryview, *, most: int | None = None) -> XnnGraph:
 def _values(root: Table | None, constants: int) -> XnnValues:
     if root is None:
         empty = np.empty(0, _U4)
-        return XnnValues(empty, empty.astype(_I2), empty, empty, np.empty(0, np.int64))
+        return XnnValues(empty, empty.astype(_I2), empty, Ragged.of(empty, []))
     values = root.tables(2)
     union = values.scalars(0, _UNION)
     quantized = values.tables(1, np.flatnonzero(union == 2))
@@ -208,16 +207,15 @@ def _values(root: Table | None, constants: int) -> XnnValues:
         constants=numbers[held].astype(_U4),
         datatypes=datatypes[held].astype(_I2),
         num_dims=num_dims[held].astype(_U4),
-        dims=dims[np.repeat(held, ranks)].astype(_U4),
-        dims_ends=np.cumsum(ranks[held]),
+        dims=Ragged.of(dims, ranks).take(held).astype(np.uint32),
     )
 
 
 def _tensors(tensors: Tables) -> tuple[NDArray[np.integer], ...]:
     """Constant, datatype, num_dims, rank, dims of XNNTensorValues."""
-    dims, ends = tensors.vectors(2, _U4, longest=MAX_RANK)
-    ranks = np.diff(ends, prepend=0)
-    return tensors.scalars(3, _U4), tensors.scalars(0, _I2), tensors.scalars(1, _U4), ranks, dims
+    dims = tensors.vectors(2, _U4, longest=MAX_RANK)
+    numbers, datatypes = tensors.scalars(3, _U4), tensors.scalars(0, _I2)
+    return numbers, datatypes, tensors.scalars(1, _U4), dims.lengths, dims.values
 
 
 def _scales(tables: Tables, slot: int, datatype: int) -> tuple[NDArray[np.integer], ...]:

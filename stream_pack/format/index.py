@@ -24,6 +24,7 @@ from stream_pack.format.checksum import block_counts, check_block_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.flatbuf import Table, root_table
 from stream_pack.format.limits import MAX_DTYPES, MAX_FLATBUFFER_NBYTES, MAX_NBYTES, MAX_RANK
+from stream_pack.format.ragged import Ragged
 
 __all__ = [
     "NO_BUFFER",
@@ -124,10 +125,24 @@ class Index:
         """Length of the checksums section."""
         return 8 * int(self.block_ends[-1]) if len(self.block_ends) else 0
 
+    @cached_property
+    def ragged_dims(self) -> Ragged[np.int64]:
+        """A row for each tensor."""
+        return Ragged(self.dims, self.dims_ends)
+
+    @cached_property
+    def ragged_names(self) -> Ragged[np.uint8]:
+        """A row for each tensor."""
+        return Ragged(self.names, self.name_ends)
+
+    @cached_property
+    def ragged_notes(self) -> Ragged[np.uint8]:
+        """Two rows for each note: its key, its value."""
+        return Ragged(self.note_text, self.note_ends)
+
     def name_bytes(self, tensor: int) -> bytes:
         """The UTF-8 name of a tensor."""
-        begin = int(self.name_ends[tensor - 1]) if tensor else 0
-        return self.names[begin : int(self.name_ends[tensor])].tobytes()
+        return self.ragged_names.row(tensor).tobytes()
 
     def name(self, tensor: int) -> str:
         """The name of a tensor."""
@@ -154,8 +169,7 @@ class Index:
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The dims of a tensor, outermost first, in elements."""
-        begin = int(self.dims_ends[tensor - 1]) if tensor else 0
-        return tuple(self.dims[begin : int(self.dims_ends[tensor])].tolist())
+        return tuple(self.ragged_dims.row(tensor).tolist())
 
     def dtype_name(self, tensor: int) -> str:
         """The dtype of a tensor, as the pack names it."""
@@ -176,18 +190,12 @@ class Index:
         offsets[held] = self.buffer_offsets[self.tensor_buffers[held]] + self.tensor_starts[held]
         return offsets
 
-    @cached_property
-    def _note_spans(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        ends = np.concatenate((np.zeros(1, np.int64), self.note_ends))
-        return ends[:-1], ends[1:]
-
     def notes(self, tensor: int = PACK_NOTE) -> dict[str, str]:
         """The notes about a tensor, or about the pack itself (its metadata)."""
         first, last = np.searchsorted(self.note_tensors, [tensor, tensor + 1])
-        begins, ends = self._note_spans
 
-        def text(span: int) -> str:
-            return self.note_text[int(begins[span]) : int(ends[span])].tobytes().decode()
+        def text(row: int) -> str:
+            return self.ragged_notes.row(row).tobytes().decode()
 
         return {text(2 * n): text(2 * n + 1) for n in range(int(first), int(last))}
 
@@ -333,7 +341,7 @@ def decode(data: memoryview, *, region_nbytes: int) -> Index:
 
     dims = _wide(table, _DIMS, "dims")
     dims_ends = _ends(table, _DIMS_ENDS, tensors, len(dims), "dims")
-    tensor_nbytes = _tensor_nbytes(dtype_bits[tensor_dtypes], dims, dims_ends)
+    tensor_nbytes = _tensor_nbytes(dtype_bits[tensor_dtypes], Ragged(dims, dims_ends))
 
     buffer_offsets, buffer_nbytes = _decode_buffers(table, region_nbytes)
     tensor_starts = _wide(table, _TENSOR_STARTS, "tensor starts")
@@ -455,19 +463,16 @@ def _check_places(
     )
 
 
-def _tensor_nbytes(
-    bits: NDArray[np.uint16], dims: NDArray[np.int64], dims_ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[np.int64]:
     """Lengths from dtypes and dims, after proving that no product leaves 63 bits."""
-    begins = np.concatenate((np.zeros(1, np.int64), dims_ends))[:-1]
-    ranks = dims_ends - begins
+    begins, ranks = dims.begins, dims.lengths
     _require(not len(ranks) or int(ranks.max()) <= MAX_RANK, f"at most {MAX_RANK} dims a tensor")
     nbits = bits.astype(np.int64)
     nbytes = np.zeros(len(bits), np.int64)
     # Rank by rank: np.multiply.reduceat is wrong for empty slices, which rank 0 has.
     for rank in np.unique(ranks).tolist():
         rows = np.flatnonzero(ranks == rank)
-        shapes = dims[begins[rows, None] + np.arange(rank)]
+        shapes = dims.values[begins[rows, None] + np.arange(rank)]
         # Zero dims out first, so that a zero cannot hide a product that overflows elsewhere.
         filled = np.where(shapes == 0, 1, shapes)
         # float64 proves that the exact products fit: 64 factors round by less than one part in

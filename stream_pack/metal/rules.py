@@ -23,6 +23,7 @@ from stream_pack.errors import (
     TensorTooLarge,
 )
 from stream_pack.format.align import PAGE_NBYTES, align_up
+from stream_pack.format.ragged import Ragged
 from stream_pack.text import counted, quoted
 
 __all__ = [
@@ -84,8 +85,8 @@ MPS_DATA_TYPES: dict[str, int] = {
 class Windows:
     """The buffers that cover some tensors: window ``w`` is ``[begins[w], ends[w])``.
 
-    ``of`` is the window of each tensor, :data:`NO_WINDOW` for one without bytes or too large for any.  ``order`` has
-    the numbers of the others, window by window; ``order_ends`` are prefix sums of how many each window has.
+    ``of`` is the window of each tensor, :data:`NO_WINDOW` for one without bytes or too large for any.  ``members`` has
+    the numbers of the others, a row for each window.
 
     Units: bytes, counted as the offsets that were planned; every begin and end is a multiple of the page.
     """
@@ -93,16 +94,14 @@ class Windows:
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     of: NDArray[np.int64]
-    order: NDArray[np.int64]
-    order_ends: NDArray[np.int64]
+    members: Ragged[np.int64]
 
     def __len__(self) -> int:
         return len(self.begins)
 
     def tensors(self, window: int) -> NDArray[np.int64]:
         """The numbers of the tensors in a window."""
-        begin = int(self.order_ends[window - 1]) if window else 0
-        return self.order[begin : int(self.order_ends[window])]
+        return self.members.row(window)
 
 
 def check_limit(max_buffer_length: int) -> int:
@@ -161,8 +160,7 @@ def plan_windows(
         begins=np.array(begins, np.int64),
         ends=np.array(ends, np.int64),
         of=of,
-        order=order,
-        order_ends=ends_of_windows,
+        members=Ragged(order, ends_of_windows),
     )
 
 

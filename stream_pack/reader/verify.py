@@ -208,9 +208,8 @@ def _cover_damages(head: Head) -> Iterator[Damage]:
 
 
 def _note_keys(index: Index) -> Iterator[tuple[int, bytes]]:
-    ends = [0, *index.note_ends.tolist()]
     for note, tensor in enumerate(index.note_tensors.tolist()):
-        yield tensor, index.note_text[ends[2 * note] : ends[2 * note + 1]].tobytes()
+        yield tensor, index.ragged_notes.row(2 * note).tobytes()
 
 
 def _padding_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:

@@ -188,9 +188,9 @@ def test_many_tables_are_read_side_by_side(rows: list[tuple[int | None, list[int
     tables = tables_of(rows_of(rows))
     assert len(tables) == len(rows)
     assert tables.scalars(0, np.dtype("<u8")).tolist() == [number or 0 for number, _ in rows]
-    values, ends = tables.vectors(1, np.dtype("<u4"), longest=4)
-    assert values.tolist() == [value for _, row in rows for value in row or []]
-    assert np.diff(ends, prepend=0).tolist() == [len(row or []) for _, row in rows]
+    found = tables.vectors(1, np.dtype("<u4"), longest=4)
+    assert found.values.tolist() == [value for _, row in rows for value in row or []]
+    assert found.lengths.tolist() == [len(row or []) for _, row in rows]
     assert (tables.targets(1) > 0).tolist() == [row is not None for _, row in rows]
     assert tables.scalars(7, np.dtype("<u8")).tolist() == [0] * len(rows)
 

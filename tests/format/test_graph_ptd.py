@@ -247,7 +247,7 @@ def test_no_flipped_byte_does_more_than_an_error_of_ours() -> None:
             found = graph_ptd.decode(memoryview(changed))
             [found.key(entry) for entry in range(len(found))]
             assert 4 * len(found) <= len(SOUND)
-            assert 4 * len(found.dims) <= len(SOUND)
+            assert 4 * len(found.dims.values) <= len(SOUND)
             assert int(found.segments.max(initial=0)) < max(1, len(found.segment_offsets))
 
     check_each(flipped(SOUND, masks=(1, 2, 4, 8, 16, 32, 64, 128, 255)), check)
@@ -292,15 +292,14 @@ def test_executorchs_samples_are_read_as_flatcs_classes_read_them(name: str) -> 
     assert header.graph_nbytes is not None
     found = graph_ptd.decode(memoryview(data)[: header.graph_nbytes])
     wanted = foreign(data)
-    begins = [0, *found.dims_ends.tolist()]
     assert {
         found.key(k): (
             int(found.segment_offsets[found.segments[k]]),
             int(found.segment_nbytes[found.segments[k]]),
             (
                 int(found.scalar_types[k]),
-                found.dims[begins[k] : begins[k + 1]].tolist(),
-                found.dim_order[begins[k] : begins[k + 1]].tolist(),
+                found.dims.row(k).tolist(),
+                found.dim_order.row(k).tolist(),
             )
             if found.has_layout[k]
             else None,

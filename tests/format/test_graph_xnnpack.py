@@ -178,7 +178,7 @@ def test_the_constants_of_executorchs_samples_are_what_its_own_schema_says(
     keys = [found.key(number) for number in range(len(constants))]
     assert keys == [constant.get("named_key") or None for constant in constants]
     values = found.values
-    dims = np.split(values.dims, values.dims_ends[:-1]) if len(values.dims_ends) else []
+    dims = [values.dims.row(row) for row in range(len(values.dims))]
     columns = (values.constants, values.datatypes, values.num_dims)
     rows = zip(*(column.tolist() for column in columns), map(np.ndarray.tolist, dims), strict=True)
     assert sorted(rows) == sorted(wanted_values(graph))
@@ -189,9 +189,9 @@ def test_the_constants_of_samples_have_the_lengths_of_their_dtypes(data: bytes, 
     found = graph_xnnpack.decode(memoryview(data))
     begin = 0
     rows = zip(found.values.constants.tolist(), found.values.datatypes.tolist(), strict=True)
-    for (constant, datatype), end in zip(rows, found.values.dims_ends.tolist(), strict=True):
+    for (constant, datatype), end in zip(rows, found.values.dims.ends.tolist(), strict=True):
         bits = DTYPES[BY_NAME[graph_xnnpack.DTYPE_NAMES[datatype]]].bits
-        elements = int(np.prod(found.values.dims[begin:end], dtype=object))
+        elements = int(np.prod(found.values.dims.values[begin:end], dtype=object))
         begin = end
         assert int(found.nbytes[constant]) == elements * bits // 8
 
@@ -206,7 +206,7 @@ def test_a_sample_with_a_byte_changed_gives_an_error_of_ours_or_a_graph_in_bound
         with may_refuse(FormatError):
             found = graph_xnnpack.decode(memoryview(changed))
             assert int(found.values.constants.max(initial=0)) < max(len(found.offsets), 1)
-            assert len(found.values.dims) * 4 <= 3 * len(data)
+            assert len(found.values.dims.values) * 4 <= 3 * len(data)
 
     for number, mask in enumerate((1, 2, 0x80, 0xFF)):
         places = [place for place in range(len(data)) if place // 4 % 4 == number]

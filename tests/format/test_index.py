@@ -16,6 +16,7 @@ from stream_pack.errors import FormatError, LimitError
 from stream_pack.format import index
 from stream_pack.format.align import Alignment
 from stream_pack.format.index import NO_BUFFER, PACK_NOTE, Index
+from stream_pack.format.ragged import Ragged
 from stream_pack.format.schema.generated import Index as fbs
 
 REGION_NBYTES = 1 << 16
@@ -264,12 +265,12 @@ def test_lengths_are_exact_or_refused(dims: list[int], bits: int) -> None:
         and (dims[-1] if dims else 1) * bits % 8 == 0
     )
     exact = math.prod(dims) * bits // 8
-    column, ends = np.array(dims, np.int64), np.array([len(dims)], np.int64)
+    column = Ragged(np.array(dims, np.int64), np.array([len(dims)], np.int64))
     if not allowed:
         with pytest.raises(FormatError):
-            index._tensor_nbytes(np.array([bits], np.uint16), column, ends)
+            index._tensor_nbytes(np.array([bits], np.uint16), column)
     else:
-        assert index._tensor_nbytes(np.array([bits], np.uint16), column, ends).tolist() == [exact]
+        assert index._tensor_nbytes(np.array([bits], np.uint16), column).tolist() == [exact]
 
 
 def test_an_index_that_would_reach_2_gib_is_refused_before_it_is_built() -> None:

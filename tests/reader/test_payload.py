@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import struct
 from contextlib import suppress
@@ -112,8 +111,7 @@ def test_the_graph_decodes_to_what_executorchs_own_schema_says(case: str) -> Non
     assert found.offsets.tolist() == [value["segment_offset"] for value in values]
     assert found.num_dims.tolist() == [value["num_dims"] for value in values]
     assert found.datatypes.tolist() == [DATATYPES[value["datatype"]] for value in values]
-    begins = [0, *found.dims_ends.tolist()]
-    assert [found.dims[a:b].tolist() for a, b in itertools.pairwise(begins)] == [
+    assert [found.dims.row(row).tolist() for row in range(len(found.dims))] == [
         value["dims"] for value in values
     ]
 

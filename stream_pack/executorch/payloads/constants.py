@@ -13,6 +13,7 @@ from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, tensor_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_RANK
+from stream_pack.format.ragged import Ragged
 from stream_pack.pipeline.adapt.cast_plan import cast_catalog
 from stream_pack.pipeline.adapt.select import take_rows
 from stream_pack.pipeline.adapt.source import AdaptedSource
@@ -109,8 +110,10 @@ def constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source:
     described = replace(
         taken,
         dtypes=np.array([fit.dtype for fit in fitted], np.uint8),
-        dims=np.array([dim for fit in fitted for dim in fit.dims], np.int64),
-        dims_ends=np.cumsum([len(fit.dims) for fit in fitted], dtype=np.int64),
+        dims=Ragged.of(
+            np.array([dim for fit in fitted for dim in fit.dims], np.int64),
+            [len(fit.dims) for fit in fitted],
+        ),
     )
     if all(fit.cast is None for fit in fitted):
         return AdaptedSource(source, described, None)

@@ -147,19 +147,12 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
 
 def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:
     """The given tensors in the given order, under the given names."""
-    ends = catalog.dims_ends
-    ranks = np.diff(ends, prepend=0)[rows]
-    new_ends = np.cumsum(ranks, dtype=np.int64)
-    # Dim i of the new tensor t stands i places behind where t's dims began before.
-    shift = ends[rows] - new_ends
-    dims = catalog.dims[np.arange(int(ranks.sum())) + np.repeat(shift, ranks)]
     new_row = {row: number for number, row in enumerate(rows.tolist())} if catalog.notes else {}
     return replace(
         catalog,
         names=tuple(names),
         dtypes=catalog.dtypes[rows],
-        dims=dims,
-        dims_ends=new_ends,
+        dims=catalog.dims.take(rows),
         nbytes=catalog.nbytes[rows],
         storages=catalog.storages[rows],
         starts=catalog.starts[rows],

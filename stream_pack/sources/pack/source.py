@@ -250,8 +250,7 @@ def _catalog(index: Index) -> Catalog:
     return Catalog(
         names=names,
         dtypes=numbers[index.tensor_dtypes],
-        dims=index.dims,
-        dims_ends=index.dims_ends,
+        dims=index.ragged_dims,
         nbytes=index.tensor_nbytes,
         storages=np.where(held, index.tensor_buffers, 0).astype(np.int64),
         starts=index.tensor_starts,

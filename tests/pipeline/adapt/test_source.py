@@ -224,7 +224,7 @@ class Sparse(ScriptedSource):
         hole = Zeros((1 << 42) - 4)
         super().__init__({"w": 1 << 42}, [(0, b"\0\0\x80"), (0, b"\x3f"), (0, hole)])
         self._catalog.dtypes[:] = BY_NAME["float32"]
-        self._catalog.dims[:] = 1 << 40
+        self._catalog.dims.values[:] = 1 << 40
 
 
 def test_a_hole_is_cast_to_a_hole() -> None:
