@@ -1,7 +1,7 @@
 """stream_pack: very large models from PyTorch to memory-mapped files that a GPU uses in place.
 
 The names below are the whole public surface.  They load on first use, so that importing this
-package costs nothing and ``python -m stream_pack convert`` never imports torch.
+package costs nothing and ``stream-pack convert`` never imports torch.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from stream_pack.reader.verify import verify
     from stream_pack.reader.views import TensorSlice, View
     from stream_pack.report import Forecast, Report
+    from stream_pack.sources.open import list_keys
+    from stream_pack.sources.torch_save.outline import KeySummary
     from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
     from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
@@ -73,6 +75,7 @@ __all__ = [
     "InspectedPayload",
     "InspectedTensor",
     "Inspection",
+    "KeySummary",
     "LimitError",
     "MappingInUse",
     "MetalBufferError",
@@ -112,6 +115,7 @@ __all__ = [
     "executorch",
     "forecast",
     "inspect",
+    "list_keys",
     "load_file",
     "metal",
     "open",
@@ -129,6 +133,7 @@ _MODULES = {
     "InspectedPayload": "stream_pack.inspection.inspection",
     "InspectedTensor": "stream_pack.inspection.inspection",
     "Inspection": "stream_pack.inspection.inspection",
+    "KeySummary": "stream_pack.sources.torch_save.outline",
     "Pack": "stream_pack.reader.pack",
     "ParallelWriter": "stream_pack.writer.parallel",
     "Part": "stream_pack.writer.parallel",
@@ -144,6 +149,7 @@ _MODULES = {
     "convert": "stream_pack.writer.convert",
     "forecast": "stream_pack.writer.convert",
     "inspect": "stream_pack.inspection.inspect",
+    "list_keys": "stream_pack.sources.open",
     "load_file": "stream_pack.reader.safe_open",
     "open": "stream_pack.reader.pack",
     "safe_open": "stream_pack.reader.safe_open",

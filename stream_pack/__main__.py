@@ -7,4 +7,4 @@ import sys
 from stream_pack.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="python -m stream_pack"))

@@ -1,4 +1,4 @@
-"""Exit codes: what a script may rely on."""
+"""Exit codes, which scripts rely on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ USAGE = 2
 INPUT = 3
 MACHINE = 4
 BROKEN_PIPE = 128 + 13
-"""What a shell reports of a program that SIGPIPE ended."""
+"""What a shell reports for a program that SIGPIPE ended."""
 
 
 class UsageError(Exception):
-    """The command was called in a way that cannot work."""
+    """The command line is wrong."""

@@ -1,4 +1,4 @@
-"""How far a command is, for a person who watches: bytes done, rate, time left."""
+"""The progress bar: bytes done, rate, time left."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Protocol, TextIO, TypeAlias
 __all__ = ["Progress", "progress_bar"]
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes done, total bytes)."""
 
 UPDATE_SECONDS = 0.1
-"""Ten times a second: smooth to look at, and nothing next to the work."""
+"""Ten updates a second look smooth and cost nothing."""
 
 
 class _Bar(Protocol):
@@ -25,9 +25,9 @@ class _Bar(Protocol):
 
 @contextmanager
 def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
-    """A bar on stderr while the block runs, erased at its end; None where nobody would see it.
+    """A bar on stderr while the block runs, erased at its end; None if stderr is no terminal.
 
-    It is shown on a terminal only: by tqdm where that is installed, else as a plain line.
+    tqdm draws it if it is installed; otherwise it is a plain line.
     """
     if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield None
@@ -49,7 +49,7 @@ def _tqdm_bar(stream: TextIO) -> _Bar | None:
         def __init__(self) -> None:
             self._bar = tqdm(
                 total=0,
-                unit="B",
+                unit="iB",  # after tqdm's prefix: MiB
                 unit_scale=True,
                 unit_divisor=1024,
                 mininterval=UPDATE_SECONDS,
@@ -69,7 +69,7 @@ def _tqdm_bar(stream: TextIO) -> _Bar | None:
 
 
 class PlainBar:
-    """One line that is written over, at most ten times a second."""
+    """One line that is overwritten at most ten times a second."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -78,7 +78,7 @@ class PlainBar:
         self._width = 0
 
     def update(self, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` bytes are done, unless something was shown a moment ago."""
+        """Show that ``done`` of ``total`` bytes are done, unless the line was updated just now."""
         now = self._clock()
         if now - self._shown_at < UPDATE_SECONDS:
             return

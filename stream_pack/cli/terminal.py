@@ -1,4 +1,4 @@
-"""Standard input, output and error: as descriptors for bytes, as text for people."""
+"""Standard input, output and error, as descriptors for bytes and as streams for text."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """The three standard descriptors; ``closed`` holds those that the caller had closed."""
+    """The three standard descriptors; ``closed`` holds those that were closed when the process started."""
 
     closed: frozenset[int]
 
     @classmethod
     def take(cls) -> Standard:
-        """Look at the descriptors, and fill those that are closed with /dev/null.
+        """Check the descriptors, and open /dev/null for those that are closed.
 
-        Otherwise the next file opened would get the number, and what is meant for stdout would go into it.
+        Otherwise the next file opened would get the number, and output to stdout would overwrite that file.
         """
         closed = set()
         for descriptor in (_STDIN, _STDOUT, _STDERR):
@@ -33,7 +33,7 @@ class Standard:
                 os.fstat(descriptor)
             except OSError:
                 closed.add(descriptor)
-                os.open(os.devnull, os.O_RDWR)  # takes the lowest number free: this one
+                os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
         return cls(frozenset(closed))
 
     def source(self) -> int:
@@ -49,33 +49,33 @@ class Standard:
         self.require_stdout()
         if os.isatty(_STDOUT):
             raise UsageError(
-                "stdout is a terminal, and a pack is no text: redirect it, or name a file"
+                "stdout is a terminal, and a pack is binary: redirect it, or name a file"
             )
         return _STDOUT
 
     def write(self, text: str) -> None:
-        """Write a text, which is what the command is for, to stdout.  Raises: UsageError; OSError."""
+        """Write the result of a command to stdout.  Raises: UsageError; OSError."""
         self.require_stdout()
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        # Not through sys.stdout: unbuffered (python -u), it drops what a single write does not take.
+        # Not through sys.stdout: unbuffered (python -u), it drops what a single write does not accept.
         data = memoryview(f"{text}\n".encode(encoding, "backslashreplace"))
         while data:
             data = data[write_some(_STDOUT, [data]) :]
 
     def width(self) -> int | None:
-        """Columns of the terminal that stdout is; None, where it is none and lines may have any length."""
+        """Columns of the terminal; None if stdout is no terminal, and lines may have any length."""
         try:
             return os.get_terminal_size(_STDOUT).columns or None
         except OSError:
             return None
 
     def flush(self) -> None:
-        """Send what is left, so that it fails here and not while the interpreter ends.  Raises: OSError."""
+        """Flush stdout, so that it fails here and not while the interpreter exits.  Raises: OSError."""
         if _STDOUT not in self.closed:
             sys.stdout.flush()
 
     def abandon_stdout(self) -> None:
-        """Nobody reads stdout any more: what is still buffered goes nowhere."""
+        """Discard what is still buffered, because stdout has no reader any more."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, _STDOUT)
         os.close(nowhere)
@@ -83,21 +83,21 @@ class Standard:
     def require_stdout(self) -> None:
         """Raises: UsageError when stdout is closed."""
         if _STDOUT in self.closed:
-            raise UsageError("stdout is closed: there is nowhere to write to")
+            raise UsageError("stdout is closed: nothing can be printed or written to it")
 
 
 def complain(text: str) -> None:
-    """One line about what went wrong, on stderr."""
+    """Print an error on stderr."""
     note(f"error: {text}")
 
 
 def note(text: str) -> None:
-    """One line for a person, on stderr."""
-    say(f"stream_pack: {text}")
+    """Print one line on stderr, after the name of the program."""
+    say(f"stream-pack: {text}")
 
 
 def say(text: str) -> None:
-    """One line on stderr.  That nobody can read it must not fail the command."""
+    """Print one line on stderr.  A stderr that cannot be written to does not fail the command."""
     if sys.stderr is None:
         return
     try:

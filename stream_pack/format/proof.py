@@ -71,7 +71,7 @@ def prove_header(start: bytes) -> Header:
         return decode_header(start)
     except NotAPackError as error:
         advice = (
-            ": make a pack of it with `stream_pack convert`" if sniff(start) in CHECKPOINTS else ""
+            ": make a pack of it with `stream-pack convert`" if sniff(start) in CHECKPOINTS else ""
         )
         raise NotAPackError(f"{error}; found {describe_start(start)}{advice}") from None
 
@@ -102,7 +102,7 @@ def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | No
         )
     raise RawPayloadError(
         f"neither locator nor footer: a raw {header.kind.raw}, in which nothing can be verified, or a pack damaged in "
-        f"both places; make a pack of it with `stream_pack convert`, or pass kind={header.kind.name!r} in Python to "
+        f"both places; make a pack of it with `stream-pack convert`, or pass kind={header.kind.name!r} in Python to "
         "open it as it is"
     )
 

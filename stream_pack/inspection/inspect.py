@@ -17,7 +17,7 @@ __all__ = ["inspect"]
 def inspect(
     path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None
 ) -> Inspection:
-    """Describe a pack, or a program, raw payload or data file of ExecuTorch's: what ``stream_pack inspect`` prints.
+    """Describe a pack, or a program, raw payload or data file of ExecuTorch's: what ``stream-pack inspect`` prints.
 
     ``offset`` and ``nbytes`` say where it is inside another file, as for :func:`stream_pack.open`.  No byte of a tensor
     is read, so damage in one is not seen: :func:`stream_pack.verify` finds that.

@@ -1,7 +1,7 @@
 """Packs as MTLBuffers: :func:`open` gives each tensor's buffer and offset, and nothing is copied.
 
 Importing this loads nothing of Apple's; on other systems :func:`open` raises MetalUnavailable, and
-``python -m stream_pack metal-plan`` tells how a Mac will use a pack.
+``stream-pack metal-plan`` tells how a Mac will use a pack.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def native() -> Runtime:
     """The runtime of this Mac.  Raises: MetalUnavailable anywhere else."""
     if sys.platform != "darwin":
         raise MetalUnavailable(
-            f"Metal is on Apple systems only, this is {sys.platform}; `python -m stream_pack metal-plan` checks here "
+            f"Metal is on Apple systems only, this is {sys.platform}; `stream-pack metal-plan` checks here "
             "how a Mac will use a pack"
         )
     # Without CoreGraphics loaded, MTLCreateSystemDefaultDevice returns nil (so its documentation).

@@ -25,7 +25,7 @@ from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
 if TYPE_CHECKING:
     import torch
 
-    from stream_pack.sources.torch_save.outline import Nested
+    from stream_pack.sources.torch_save.outline import KeySummary
 
 __all__ = ["Convertible", "list_keys", "open_source", "open_within"]
 
@@ -94,28 +94,34 @@ def open_within(
     return opening.stream(stream)
 
 
-def list_keys(source: Convertible, *, spool: Spool | None = None) -> list[Nested]:
-    """What ``source`` nests where; of a pipe, only the head is read.  One row for a source that
-    nests nothing.
+def list_keys(
+    source: Convertible, *, spool_dir: str | os.PathLike[str] | None = None
+) -> list[KeySummary]:
+    """List the keys of a checkpoint that hold tensors: what ``key`` of :func:`stream_pack.convert` can choose.
 
-    Raises: as :func:`open_source`.
+    Nested dicts and lists are followed two levels down, up to 1,000 rows.  A source that does not nest its tensors has
+    one row.  Only the head of a pipe is read.  ``spool_dir``: a folder for temporary files, for an archive from a pipe
+    that does not begin with its pickle.
+
+    Raises: SourceError and its kinds for what is not a checkpoint; LimitError; OSError.
     """
-    from stream_pack.sources.torch_save.outline import Nested, outline
+    from stream_pack.sources.torch_save.outline import KeySummary, outline
 
-    found: list[list[Nested]] = []
+    found: list[list[KeySummary]] = []
 
     def keep(value: object, unknown: Collection[str]) -> StateDict:
         found.append(outline(value))
         try:
             return flattening(ignore_unknown=True)(value, unknown)
-        except SourceError:  # which is why somebody looks at the keys
+        except SourceError:  # the keys are what the caller needs to avoid this
             return StateDict({}, 0)
 
+    spool = None if spool_dir is None else Spool(spool_dir)
     with _Opening(keep, spool).source(source) as opened:
         if len(found) == 1:
             return found[0]
         catalog = opened.catalog
-        return [Nested((), opened.kind, len(catalog), catalog.storages_nbytes, True)]
+        return [KeySummary((), opened.kind, len(catalog), catalog.storages_nbytes, True)]
 
 
 @dataclass(frozen=True, slots=True)

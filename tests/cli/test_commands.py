@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -94,7 +95,7 @@ def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def assert_one_line(text: str, *words: str) -> None:
-    assert text.startswith("stream_pack: error: ")
+    assert text.startswith("stream-pack: error: ")
     assert text.count("\n") == 1
     assert [word for word in words if word not in text] == []
 
@@ -110,7 +111,7 @@ def test_a_checkpoint_becomes_a_pack_and_one_line_says_what_was_done(
     assert_holds(target, WEIGHTS)
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"stream_pack: {target}: 2 tensors, 30 B in, ")
+    assert err.startswith(f"stream-pack: {target}: 2 tensors, 30 B in, ")
     assert err.count("\n") == 1
 
 
@@ -122,7 +123,7 @@ def test_a_pipe_gives_the_same_bytes_as_a_file_and_stdout_carries_nothing_else(
     piped = run("convert", "-", "-", stdin=source.read_bytes())
     assert piped.returncode == 0
     assert piped.stdout == target.read_bytes()
-    assert piped.stderr.startswith(b"stream_pack: stdout: 2 tensors")
+    assert piped.stderr.startswith(b"stream-pack: stdout: 2 tensors")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -245,6 +246,22 @@ def test_wrong_usage_is_exit_code_2(argv: Sequence[str], capfd: pytest.CaptureFi
     assert "error: " in err.splitlines()[-1]
 
 
+def test_usage_shows_what_the_user_can_type(capfd: pytest.CaptureFixture[str]) -> None:
+    # The script is called stream-pack (setup.cfg); there is no command stream_pack.
+    assert main(["verify"]) == 2
+    assert capfd.readouterr().err.startswith("usage: stream-pack verify ")
+    assert run("verify").stderr.startswith(b"usage: python -m stream_pack verify ")
+
+
+def test_the_usage_for_an_unknown_option_is_that_of_its_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "a", "--include", "w"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("usage: stream-pack verify ")
+    assert err.endswith("error: unrecognized arguments: --include w\n")
+
+
 @pytest.mark.parametrize("closed", [0, 1])
 def test_a_closed_descriptor_is_no_file_to_read_from_or_write_to(
     closed: int, source: Path, tmp_path: Path
@@ -325,7 +342,7 @@ def test_what_cannot_be_packed_is_exit_code_3_and_one_line_and_the_target_stays(
     assert main(["convert", str(tmp_path / "source"), str(tmp_path / "target")]) == 3
     out, err = capfd.readouterr()
     assert out == ""
-    assert err.startswith(f"stream_pack: error: {tmp_path}/source: ")
+    assert err.startswith(f"stream-pack: error: {tmp_path}/source: ")
     assert_one_line(err)
     assert any(word in err for word in words)
     assert (tmp_path / "target").read_bytes() == b"as it was"
@@ -593,9 +610,9 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
         os.close(terminal)
     *bars, summary = shown.removesuffix("\r\n").split("\r")
     assert any("B/s" in bar for bar in bars)
-    assert summary.startswith("stream_pack: ")
+    assert summary.startswith("stream-pack: ")
     piped = subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
-    assert piped.startswith(b"stream_pack: ")
+    assert piped.startswith(b"stream-pack: ")
     assert piped.count(b"\r") == 0
 
 
@@ -861,8 +878,12 @@ def test_a_fault_of_our_own_is_neither_damage_nor_silence(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setitem(cli._COMMANDS, "verify", fail)
+    monkeypatch.setitem(
+        cli.COMMANDS, "verify", dataclasses.replace(cli.COMMANDS["verify"], run=fail)
+    )
     assert main(["verify", str(pack)]) == 4
     err = capfd.readouterr().err
     assert "Traceback" in err
-    assert err.splitlines()[-1].endswith("a fault of stream_pack itself: ZeroDivisionError")
+    assert err.splitlines()[-1].endswith(
+        "internal error: ZeroDivisionError: ours; please report it"
+    )

@@ -23,7 +23,7 @@ TENSORS = {"a": torch.arange(5.0), "t": torch.arange(6.0).reshape(2, 3).t()}
 def piped(
     program: str, target: Path, **environment: str
 ) -> tuple[int, subprocess.CompletedProcess[bytes]]:
-    """``python -c program | stream_pack convert - target``: the producer's exit code, and the command that ended."""
+    """``python -c program | stream-pack convert - target``: the producer's exit code, and the command that ended."""
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def test_a_producer_that_fails_on_the_way_leaves_no_pack(tmp_path: Path) -> None
     code, done = piped(program, tmp_path / "pack")
     assert code != 0
     assert done.returncode == 3
-    assert done.stderr.startswith(b"stream_pack: error: stdin: ")
+    assert done.stderr.startswith(b"stream-pack: error: stdin: ")
     assert list(tmp_path.iterdir()) == []
 
 

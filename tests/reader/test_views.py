@@ -475,6 +475,6 @@ def test_numpy_and_indexing_take_a_view_as_it_is(path: Path) -> None:
 def test_a_checkpoint_instead_of_a_pack_gets_the_command_that_makes_one(path: Path) -> None:
     torch.save({"w": torch.ones(3)}, path)
     with pytest.raises(
-        stream_pack.NotAPackError, match="make a pack of it with `stream_pack convert`"
+        stream_pack.NotAPackError, match="make a pack of it with `stream-pack convert`"
     ):
         stream_pack.open(path)

@@ -1,18 +1,17 @@
-"""What a checkpoint nests where: a table for whoever has to choose a key."""
+"""The keys of a checkpoint that hold tensors, for the choice among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.sources.torch_save.globals import Storage, Tensor, TypedStorage
-from stream_pack.sources.torch_save.nesting import WHOLE, choose
+from stream_pack.sources.torch_save.nesting import choose
 from stream_pack.sources.torch_save.state_dict import leaves, shown
 from stream_pack.sources.torch_save.unpickler import Opaque
-from stream_pack.text import human_nbytes
 
-__all__ = ["Nested", "outline", "outline_text"]
+__all__ = ["KeySummary", "outline"]
 
 MAX_STEPS = 2
 MAX_ROWS = 1000
@@ -21,13 +20,13 @@ MAX_VISITED = 8_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Nested:
-    """Something in a checkpoint that holds tensors.
+class KeySummary:
+    """A key of a checkpoint under which there are tensors.
 
-    ``path``: the keys that lead to it, none for the whole; a key that is no text is only described.  ``kind``:
-    ``"dict"``, ``"list"``, ``"tuple"``, or the name of an object, whose tensors cannot be chosen.  ``tensors``: how
-    many are anywhere inside.  ``nbytes``: of the storages that they use, each counted once.  ``chosen``: what is taken
-    when no key is given.
+    ``path``: the keys that lead there from the top, () for the whole checkpoint; a key that is not text is only
+    described.  ``kind``: ``"dict"``, ``"list"``, ``"tuple"``, or the class of an object, whose tensors cannot be
+    chosen.  ``tensors``: how many are anywhere below.  ``nbytes``: bytes of the storages that they use, each counted
+    once.  ``chosen``: whether :func:`stream_pack.convert` takes it by default.
     """
 
     path: tuple[str, ...]
@@ -37,7 +36,7 @@ class Nested:
     chosen: bool
 
 
-def outline(value: object) -> list[Nested]:
+def outline(value: object) -> list[KeySummary]:
     """What the value of a pickle holds, down to keys of keys; at most 1,000 rows.
 
     Raises: UnsupportedCheckpointError when values are shared so often that looking at all of them would not end.
@@ -62,23 +61,10 @@ def outline(value: object) -> list[Nested]:
         if found or not path:
             nbytes = sum(storage.nbytes for storage in _storages(found))
             kind = item.name if isinstance(item, Opaque) else type(item).__name__
-            rows.append(Nested(path, kind, len(found), nbytes, path == taken))
+            rows.append(KeySummary(path, kind, len(found), nbytes, path == taken))
         if len(rows) == MAX_ROWS:
             break
     return rows
-
-
-def outline_text(rows: Sequence[Nested]) -> str:
-    """A table for a person."""
-    keys = [".".join(row.path) or WHOLE for row in rows]
-    width = max(len(key) for key in ("key", *keys))
-    lines = [f"{'key':<{width}}  {'tensors':>9}  {'storages':>10}  kind"]
-    for key, row in zip(keys, rows):
-        taken = "  <- taken when no key is given" if row.chosen else ""
-        lines.append(
-            f"{key:<{width}}  {row.tensors:>9}  {human_nbytes(row.nbytes):>10}  {row.kind}{taken}"
-        )
-    return "\n".join(lines)
 
 
 def _walk(value: object) -> Iterator[tuple[tuple[str, ...], object]]:

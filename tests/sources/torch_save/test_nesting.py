@@ -18,7 +18,7 @@ import torch
 import stream_pack
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.open import list_keys, open_source
+from stream_pack.sources.open import open_source
 from stream_pack.sources.torch_save.nesting import Key
 from tests.hostile.test_pickles import shared_twice, tensor, with_pickle
 from tests.sources.source_suite import collect, options, requests_for
@@ -400,7 +400,7 @@ def test_a_key_with_many_dots_is_looked_up_in_no_time() -> None:
 
 def test_the_keys_are_listed_with_what_they_hold() -> None:
     for data in (saved(training()), legacy(training())):
-        rows = list_keys(io.BytesIO(data))
+        rows = stream_pack.list_keys(io.BytesIO(data))
         found = {row.path: (row.kind, row.tensors, row.nbytes, row.chosen) for row in rows}
         rng = torch.get_rng_state().numel()
         # Adam's state of two parameters: step, exp_avg, exp_avg_sq.
@@ -434,9 +434,9 @@ def test_the_command_line_lists_keys_from_a_pipe_without_reading_tensors(tmp_pat
 
 def test_a_source_that_nests_nothing_has_one_row(tmp_path: Path) -> None:
     stream_pack.save_file({"a": one(1), "b": one(2)}, tmp_path / "pack")
-    (row,) = list_keys(tmp_path / "pack")
+    (row,) = stream_pack.list_keys(tmp_path / "pack")
     assert (row.path, row.tensors, row.nbytes, row.chosen) == ((), 2, 8, True)
-    (flat,) = list_keys(io.BytesIO(saved({"a": one(1)})))
+    (flat,) = stream_pack.list_keys(io.BytesIO(saved({"a": one(1)})))
     assert (flat.path, flat.kind, flat.tensors, flat.chosen) == ((), "dict", 1, True)
 
 
@@ -448,7 +448,7 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(
     shared = b"".join(text(f"k{k}") + b"h\1s" for k in range(2000))
     value = b"}" + text("big") + big + b"s" + shared
     with pytest.raises(UnsupportedCheckpointError, match="too often"):
-        list_keys(io.BytesIO(with_pickle(b"\x80\x02" + value + b".")))
+        stream_pack.list_keys(io.BytesIO(with_pickle(b"\x80\x02" + value + b".")))
 
 
 def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(

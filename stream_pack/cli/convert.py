@@ -1,0 +1,246 @@
+"""``convert``: write a pack from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from stream_pack.cli.arguments import (
+    STANDARD,
+    Command,
+    add_jobs,
+    add_json,
+    add_offset,
+    add_quiet,
+    key_value,
+    nbytes,
+    shown_path,
+)
+from stream_pack.cli.exits import DONE, UsageError
+from stream_pack.cli.list_keys import list_keys
+from stream_pack.cli.progress import Progress, progress_bar
+from stream_pack.cli.terminal import Standard, note, say
+from stream_pack.errors import LimitError
+
+if TYPE_CHECKING:
+    from stream_pack.pipeline.source import Source
+    from stream_pack.report import Report
+    from stream_pack.writer.options import ConvertOptions
+
+__all__ = ["CONVERT"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="the checkpoint; - reads stdin")
+    # argparse looks for an optional positional argument only right after the one before it, so TARGET is optional only
+    # where it is not needed.
+    needless = not {"--list-keys", "--dry-run"}.isdisjoint(argv)
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?" if needless else None,
+        default="",
+        help="the pack; - writes to stdout; not needed with --dry-run or --list-keys",
+    )
+    parser.add_argument(
+        "--to",
+        choices=("mps", "xnnpack", "ptd"),
+        help="what ExecuTorch reads the pack as: a payload of its MPS delegate (default), a payload of its XNNPACK "
+        "delegate, or a .ptd; tensors and checksums are the same",
+    )
+    add_offset(parser)
+    _add_keys(parser)
+    _add_selection(parser)
+    _add_layout(parser)
+    parser.add_argument(
+        "--spool-dir",
+        metavar="FOLDER",
+        help="folder for temporary files if TARGET is - (otherwise that of TARGET)",
+    )
+    parser.add_argument(
+        "--max-memory",
+        metavar="NBYTES",
+        type=nbytes,
+        help="use less memory than this (resident anonymous pages, the interpreter included), or refuse at once",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would be done and write nothing; reads no tensor data, and only the head of a pipe",
+    )
+    add_jobs(parser, "one per core, at most 4")
+    add_json(parser, "print the report as JSON: to stdout, or to stderr if TARGET is -")
+    add_quiet(parser, "no progress bar and no summary, only errors and warnings")
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "training checkpoints",
+        "A flat state dict is taken as it is. In a nested checkpoint, the dict under state_dict, model or "
+        "model_state_dict is taken if exactly one of these keys holds tensors; otherwise --key must choose one.",
+    )
+    group.add_argument(
+        "--key",
+        metavar="KEY",
+        action="append",
+        help="take what is under this key; a.b, or --key a --key b, means b inside a; . means everything",
+    )
+    group.add_argument(
+        "--list-keys",
+        action="store_true",
+        help="print which keys hold tensors, how many and how large, and write nothing",
+    )
+    group.add_argument(
+        "--ignore-unknown",
+        action="store_true",
+        help="leave out objects that only code could rebuild, with all they contain, instead of refusing them",
+    )
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "tensors, names and dtypes",
+        "Globs (*, ?, [...]) match whole tensor names of the source. All but --order can be repeated.",
+    )
+    group.add_argument(
+        "--include", metavar="GLOB", action="append", help="take only tensors that match"
+    )
+    group.add_argument(
+        "--exclude", metavar="GLOB", action="append", help="leave out tensors that match"
+    )
+    group.add_argument(
+        "--rename",
+        metavar="s/REGEX/NEW/",
+        action="append",
+        help="replace the first match of a Python regular expression in each name; a g at the end replaces every match",
+    )
+    group.add_argument(
+        "--dtype",
+        metavar="[GLOB=]DTYPE",
+        action="append",
+        help="cast floats, or those that match GLOB, to f16, bf16, f32 or f64; the first rule that matches a name "
+        "applies",
+    )
+    group.add_argument(
+        "--order",
+        choices=("source", "name"),
+        help="order of the tensors: as in the source (default), or by name",
+    )
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the pack", "NBYTES can end in K, M or G, which are binary.")
+    group.add_argument(
+        "--metadata",
+        metavar="KEY=VALUE",
+        type=key_value,
+        action="append",
+        help="store this text in the pack; can be repeated",
+    )
+    group.add_argument(
+        "--alignment", metavar="NBYTES", type=nbytes, help="alignment of each tensor (default 256)"
+    )
+    group.add_argument(
+        "--large-alignment",
+        metavar="NBYTES",
+        type=nbytes,
+        help="alignment of each tensor of 1 MiB or more (default 16K)",
+    )
+    group.add_argument(
+        "--block-nbytes", metavar="NBYTES", type=nbytes, help="bytes per checksum (default 4M)"
+    )
+    group.add_argument(
+        "--allow-blowup",
+        action="store_true",
+        help="allow output of more than four times the source (expanded tensors, overlapping views)",
+    )
+
+
+def _run(arguments: argparse.Namespace, standard: Standard) -> int:
+    source = _source(arguments, standard)
+    if arguments.list_keys:
+        return list_keys(source, arguments, standard)
+    to_stdout = arguments.target == STANDARD
+    if arguments.json and not to_stdout:
+        standard.require_stdout()
+    if arguments.dry_run:
+        return _dry_run(source, arguments, standard)
+    target = standard.target() if to_stdout else arguments.target
+
+    from stream_pack.writer.convert import convert_with
+
+    with progress_bar(wanted=not arguments.quiet) as progress:
+        report = convert_with(source, target, _options(arguments, progress))
+    _print_report(report, arguments, standard)
+    return DONE
+
+
+def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | Source:
+    path: str = arguments.source
+    if not arguments.offset:
+        return standard.source() if path == STANDARD else path
+    if path == STANDARD:
+        raise UsageError("--offset needs a file: stdin is always read from where it is")
+    from stream_pack.sources.open import open_within
+
+    return open_within(path, arguments.offset, max_memory=arguments.max_memory)
+
+
+def _options(arguments: argparse.Namespace, progress: Progress | None = None) -> ConvertOptions:
+    """The arguments that are options of the library, which knows the defaults of those not given."""
+    from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
+    from stream_pack.writer.options import ConvertOptions
+
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    options = {
+        field.name: given[field.name] for field in fields(ConvertOptions) if field.name in given
+    }
+    if len(given.get("key", ())) == 1:  # a dotted path; several are the steps of one
+        (options["key"],) = given["key"]
+    options["metadata"] = dict(given.get("metadata", ()))
+    small = given.get("alignment", DEFAULT_ALIGNMENT.small)
+    large = given.get("large_alignment", max(small, DEFAULT_ALIGNMENT.large))
+    announce = None if arguments.quiet else note
+    try:
+        options["alignment"] = Alignment(small=small, large=large)
+        return ConvertOptions(**options, progress=progress, announce=announce)
+    except LimitError as error:
+        raise UsageError(str(error)) from None
+
+
+def _dry_run(source: str | int | Source, arguments: argparse.Namespace, standard: Standard) -> int:
+    from stream_pack.writer.convert import forecast_with
+
+    plan = forecast_with(source, _options(arguments), to_stream=arguments.target == STANDARD)
+    for warning in plan.warnings:
+        note(f"warning: {warning}")
+    standard.write(json.dumps(plan.to_json()) if arguments.json else plan.to_text())
+    return DONE
+
+
+def _print_report(report: Report, arguments: argparse.Namespace, standard: Standard) -> None:
+    for warning in report.warnings:
+        note(f"warning: {warning}")
+    if arguments.json:
+        text = json.dumps(report.to_json())
+        if arguments.target == STANDARD:
+            say(text)
+        else:
+            standard.write(text)
+    elif not arguments.quiet:
+        note(f"{shown_path(arguments.target, 'stdout')}: {report.summary()}")
+
+
+CONVERT = Command(
+    summary="write a pack from a checkpoint, in one pass and constant memory",
+    description="Write a pack from a checkpoint: a torch.save, safetensors or GGUF file, another pack, or a folder "
+    "(Hugging Face shards, Llama shards, a torch.distributed checkpoint, an mmap-ninja array); or from the constants "
+    "in a file that ExecuTorch wrote (a .pte, a .ptd, a payload of its MPS or XNNPACK delegate). An existing TARGET is "
+    "replaced only when the pack is complete.",
+    reads="checkpoint",
+    add_arguments=_add_arguments,
+    run=_run,
+)

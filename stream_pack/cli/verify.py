@@ -1,0 +1,55 @@
+"""``verify``: recompute the checksums of a pack."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from stream_pack.cli.arguments import Command, add_file, add_jobs, add_json, add_quiet
+from stream_pack.cli.exits import DAMAGE, DONE
+from stream_pack.cli.progress import progress_bar
+from stream_pack.cli.terminal import Standard
+from stream_pack.text import counted, human_nbytes, printable
+
+__all__ = ["VERIFY"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    add_file(parser, "FILE")
+    add_jobs(parser, "one per core")
+    add_json(parser, "print the result as JSON")
+    add_quiet(parser, "no progress bar; print nothing if the pack is intact")
+
+
+def _run(arguments: argparse.Namespace, standard: Standard) -> int:
+    from stream_pack.reader.verify import verify
+
+    with progress_bar(wanted=not arguments.quiet) as progress:
+        report = verify(
+            arguments.source, offset=arguments.offset, jobs=arguments.jobs, progress=progress
+        )
+    if arguments.json:
+        standard.write(json.dumps(report.to_json()))
+    elif report.damages:
+        for damage in report.damages:
+            standard.write(printable(damage.message))
+        if not report.complete:
+            standard.write("the rest of the file could not be verified because of this damage")
+    elif not arguments.quiet:
+        standard.write(
+            f"{printable(arguments.source)}: no damage: {counted(report.tensors, 'tensor')}, "
+            f"{counted(report.blocks, 'block')}, {human_nbytes(report.nbytes)} verified"
+        )
+    return DAMAGE if report.damages else DONE
+
+
+VERIFY = Command(
+    summary="recompute all checksums of a pack and list all damage",
+    description="Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range. A file "
+    "that ExecuTorch wrote has no checksums: its visible faults are listed, and the packs inside it are verified; if "
+    "there is no fault, the exit code is 3, because nothing was proved.",
+    reads="pack",
+    add_arguments=_add_arguments,
+    run=_run,
+)
