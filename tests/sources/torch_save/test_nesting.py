@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stream_pack
+from stream_pack.cli import main
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.open import open_source
@@ -464,38 +465,37 @@ def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
 # -- on the command line
 
 
-def run(*arguments: str, data: bytes) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "stream_pack", "convert", *arguments]
-    return subprocess.run(command, input=data, capture_output=True, check=False)
+def test_the_command_line_takes_keys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "model.pt", tmp_path / "pack"
+    source.write_bytes(
+        saved({"net": {"a.b": {"w": one(1)}, "a": {"b": {"w": one(2)}}}, "args": Obj()})
+    )
 
+    def convert(*arguments: str) -> tuple[int, str, str]:
+        return main(["convert", str(source), str(target), *arguments]), *capfd.readouterr()
 
-def test_the_command_line_takes_keys(tmp_path: Path) -> None:
-    data = saved({"net": {"a.b": {"w": one(1)}, "a": {"b": {"w": one(2)}}}, "args": Obj()})
-    target = str(tmp_path / "pack")
     for arguments, expected in (
         (["--key", "net.a.b"], 1),
         (["--key", "net", "--key", "a.b"], 1),
         (["--key", "net", "--key", "a", "--key", "b"], 2),
     ):
-        done = run("-", target, "--ignore-unknown", *arguments, data=data)
-        assert done.returncode == 0, done.stderr
-        assert b"warning: objects that only code could rebuild were left out" in done.stderr
+        code, _, err = convert("--ignore-unknown", *arguments)
+        assert code == 0, err
+        assert "warning: objects that only code could rebuild were left out" in err
         assert stream_pack.load_file(target)["w"].tolist() == [expected]
-    done = run("-", target, data=data)
-    assert done.returncode == 3
-    assert (
-        b"tests.sources.torch_save.test_nesting.Obj; leave them out with --ignore-unknown"
-        in done.stderr
-    )
-    done = run("-", target, "--ignore-unknown", data=data)
-    assert done.returncode == 3
-    assert b"nested below 'net'" in done.stderr
-    plan = run("-", "-", "--dry-run", "--ignore-unknown", "--key", "net.a", data=data)
-    assert plan.returncode == 0
-    assert b"1 tensor, " in plan.stdout
+    code, _, err = convert()
+    assert code == 3
+    assert "tests.sources.torch_save.test_nesting.Obj; leave them out with --ignore-unknown" in err
+    code, _, err = convert("--ignore-unknown")
+    assert code == 3
+    assert "nested below 'net'" in err
+    code, out, _ = convert("--dry-run", "--ignore-unknown", "--key", "net.a")
+    assert code == 0
+    assert "1 tensor, " in out
 
 
-def test_a_missing_target_is_wrong_usage_unless_keys_are_listed() -> None:
-    done = run("-", data=b"")
-    assert done.returncode == 2
-    assert b"the following arguments are required: TARGET" in done.stderr
+def test_a_missing_target_is_wrong_usage_unless_keys_are_listed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["convert", "-"]) == 2
+    assert "the following arguments are required: TARGET" in capfd.readouterr().err
