@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from zlib import crc32
 
+import numpy as np
+
 __all__ = ["Member", "archive"]
 
 
@@ -33,8 +35,25 @@ class Member:
         return crc32(self.data) if self.crc is None else self.crc
 
 
-def archive(members: Iterable[Member], *, zip64_end: bool = True) -> bytes:
-    """The archive of ``members``, with its directory."""
+def _empty_records(count: int, position: int) -> tuple[bytes, bytes]:
+    """The headers of ``count`` records without bytes, which begin at ``position``, and their entries."""
+    names = np.char.add(b"archive/x/", np.char.zfill(np.arange(count).astype("S7"), 7))
+    header = np.zeros(count, [("magic", "S4"), ("more", "V22"), ("nbytes", "<u4"), ("name", "S17")])
+    header["magic"], header["nbytes"], header["name"] = b"PK\3\4", 17, names
+    entry = np.zeros(
+        count,
+        [
+            *(("magic", "S4"), ("more", "V24"), ("nbytes", "<u4"), ("attributes", "V10")),
+            *(("position", "<u4"), ("name", "S17")),
+        ],
+    )
+    entry["magic"], entry["nbytes"], entry["name"] = b"PK\1\2", 17, names
+    entry["position"] = position + header.itemsize * np.arange(count)
+    return header.tobytes(), entry.tobytes()
+
+
+def archive(members: Iterable[Member], *, zip64_end: bool = True, empty: int = 0) -> bytes:
+    """The archive of ``members``, and as many ``empty`` records after them, with its directory."""
     out = bytearray()
     entries = bytearray()
     count = 0
@@ -62,6 +81,11 @@ def archive(members: Iterable[Member], *, zip64_end: bool = True) -> bytes:
             len(name), 0, 0, 0, 0, 0, position,
         )  # fmt: skip
         entries += name
+    if empty:
+        headers, more = _empty_records(empty, len(out))
+        out += headers
+        entries += more
+        count += empty
     begin = len(out)
     out += entries
     if zip64_end:
