@@ -1,4 +1,4 @@
-"""What a conversion did, as numbers and as the one line that it ends with."""
+"""What a conversion does, as numbers: what it has done, and what it would do."""
 
 from __future__ import annotations
 
@@ -7,27 +7,21 @@ from dataclasses import asdict, dataclass, field
 
 from stream_pack.text import counted, human_nbytes
 
-__all__ = ["Forecast", "Report"]
+__all__ = ["Forecast", "Report", "Sizes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What was written, and why it has another length than what was read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is packed, and why a pack has another length than its source.
 
-    ``target_nbytes == source_nbytes - unused_nbytes + repeated_nbytes + cast_nbytes + padding_nbytes
-    + overhead_nbytes``.
+    ``target_nbytes == source_nbytes - unused_nbytes + repeated_nbytes + cast_nbytes + padding_nbytes +
+    overhead_nbytes``.
 
-    Units: bytes.  ``source_nbytes``: all tensor storages of the source.  ``unused_nbytes``: those
-    of them that no tensor uses.
-    ``repeated_nbytes``: stored more than once (overlapping views apart, expanded tensors written
-    out).
-    ``cast_nbytes``: what casts add; below 0, what they take off.  ``casts``: how many tensors, by
-    ``"float32 -> bfloat16"``.
-    ``padding_nbytes``: zeros in the region.  ``overhead_nbytes``: head, checksums and footer.
-    ``shared_nbytes``: what the ``tied`` tensors would have taken by themselves.  ``spool_nbytes``:
-    peak of temporary disk space.
-    ``checksum``: the pack's root checksum.  ``verification``: what of the source's own checksums
-    was verified.
+    Units: bytes.  ``source_nbytes``: all tensor storages of the source.  ``unused_nbytes``: the bytes of these that no
+    tensor uses.  ``repeated_nbytes``: bytes stored more than once (overlapping views, expanded tensors).
+    ``cast_nbytes``: what casts add; negative if they shrink the tensors.  ``casts``: the number of tensors by
+    ``"float32 -> bfloat16"``.  ``padding_nbytes``: zeros between tensors.  ``overhead_nbytes``: head, checksums and
+    footer.  ``shared_nbytes``: what the ``tied`` tensors would take without sharing.
     """
 
     source_kind: str
@@ -40,16 +34,26 @@ class Report:
     repeated_nbytes: int
     padding_nbytes: int
     overhead_nbytes: int
-    spool_nbytes: int
-    seconds: float
-    checksum: int
-    verification: str
     cast_nbytes: int = 0
     casts: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(Sizes):
+    """What a conversion has done.
+
+    ``spool_nbytes``: peak of temporary disk space.  ``checksum``: the pack's root checksum.  ``verification``: which
+    of the source's own checksums were verified.
+    """
+
+    spool_nbytes: int
+    seconds: float
+    checksum: int
+    verification: str
+
     def summary(self) -> str:
-        """One line for a person."""
+        """One line of text."""
         why = [
             f"{human_nbytes(nbytes)} {what}"
             for nbytes, what in (
@@ -78,34 +82,20 @@ class Report:
         return {**asdict(self), "checksum": f"{self.checksum:016x}"}
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    """What a conversion would do: its plan, of which nothing has been carried out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast(Sizes):
+    """What a conversion would do.
 
-    Fields and units as in :class:`Report`.  ``buffers``: how many ranges of bytes the pack would have, shared ones
-    counted once.  ``spool_nbytes``: temporary disk space.  ``peak_memory_nbytes``: the most memory of its own that the
-    process would have (an upper bound).
+    ``buffers``: the number of byte ranges in the pack; tensors that share bytes share one.  ``spool_nbytes``: temporary
+    disk space.  ``peak_memory_nbytes``: an upper bound of the process's own memory.
     """
 
-    source_kind: str
-    tensors: int
-    tied: int
     buffers: int
-    source_nbytes: int
-    target_nbytes: int
-    shared_nbytes: int
-    unused_nbytes: int
-    repeated_nbytes: int
-    padding_nbytes: int
-    overhead_nbytes: int
-    cast_nbytes: int
-    casts: Mapping[str, int]
     spool_nbytes: int
     peak_memory_nbytes: int
-    warnings: tuple[str, ...]
 
     def to_text(self) -> str:
-        """A table for a person: the way from the source's length to the pack's, and what it takes."""
+        """A table: how the length of the pack follows from that of the source, and what the conversion needs."""
         rows = [
             (f"source ({self.source_kind})", self.source_nbytes),
             ("- unused, dropped", -self.unused_nbytes),
@@ -120,7 +110,7 @@ class Forecast:
         ]
         digits = max(len(str(nbytes)) for _, nbytes in rows)
         lines = [
-            f"{counted(self.tensors, 'tensor')}, {self.tied} of them tied or views, in {self.buffers} buffers"
+            f"{counted(self.tensors, 'tensor')} ({self.tied} tied or views) in {counted(self.buffers, 'buffer')}"
         ]
         lines += [f"cast {kind}: {counted(count, 'tensor')}" for kind, count in self.casts.items()]
         lines += [f"{what:<32}{nbytes:>{digits}}  {human_nbytes(nbytes)}" for what, nbytes in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format import head
@@ -14,13 +14,14 @@ from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.arrival import waiting_nbytes
 from stream_pack.pipeline.budget import Budget, allow_memory, anonymous_nbytes, budget, give_back
 from stream_pack.pipeline.source import Requests, Source
-from stream_pack.report import Forecast
+from stream_pack.report import Forecast, Sizes
 
 __all__ = [
     "Prepared",
     "forecast_pack",
     "prepare",
     "requests_of",
+    "sizes_of",
     "spool_needed",
     "warnings_of",
 ]
@@ -118,12 +119,21 @@ def forecast_pack(
         max_memory=max_memory,
         in_order=to_stream,
     )
-    catalog, layout, pack = prepared.catalog, prepared.layout, prepared.encoded.head
     return Forecast(
+        **asdict(sizes_of(source, prepared, front)),
+        buffers=len(prepared.layout.buffer_storages),
+        spool_nbytes=prepared.spool_nbytes,
+        peak_memory_nbytes=prepared.budget.peak_nbytes,
+    )
+
+
+def sizes_of(source: Source, prepared: Prepared, front: Front) -> Sizes:
+    """What a report or forecast of a conversion says of its plan."""
+    catalog, layout, pack = prepared.catalog, prepared.layout, prepared.encoded.head
+    return Sizes(
         source_kind=source.kind,
         tensors=len(catalog),
         tied=layout.tied,
-        buffers=len(layout.buffer_storages),
         source_nbytes=catalog.storages_nbytes,
         target_nbytes=pack.pack_nbytes,
         shared_nbytes=layout.shared_nbytes,
@@ -133,8 +143,6 @@ def forecast_pack(
         overhead_nbytes=pack.pack_nbytes - layout.region_nbytes,
         cast_nbytes=layout.cast_nbytes,
         casts=count_casts(catalog),
-        spool_nbytes=prepared.spool_nbytes,
-        peak_memory_nbytes=prepared.budget.peak_nbytes,
         warnings=(*source.remarks, *warnings_of(catalog, front)),
     )
 

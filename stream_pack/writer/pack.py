@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import asdict
 from typing import TypeAlias
 
 from stream_pack.format import head
@@ -11,7 +12,6 @@ from stream_pack.format.front import Front
 from stream_pack.format.layout import Layout, Policy
 from stream_pack.format.records import Footer
 from stream_pack.jobs import cores
-from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
 from stream_pack.pipeline.spool import Spool
@@ -19,7 +19,7 @@ from stream_pack.report import Report
 from stream_pack.writer.forecast import (
     prepare,
     requests_of,
-    warnings_of,
+    sizes_of,
 )
 from stream_pack.writer.region import RegionHasher, in_turn, weight
 from stream_pack.writer.sink import Sink
@@ -129,7 +129,7 @@ def write_pack(
         max_memory=max_memory,
         in_order=sink.in_order,
     )
-    catalog, layout, limits = prepared.catalog, prepared.layout, prepared.budget
+    layout, limits = prepared.layout, prepared.budget
     if prepared.spool_nbytes:
         spool.require(
             why=f"a {source.kind} from a pipe, with tensors that are strided or come before their turn",
@@ -163,25 +163,12 @@ def write_pack(
     finally:
         _close(hashed)
     checksum = writer.finish()
-    overhead_nbytes = writer.head.pack_nbytes - layout.region_nbytes
     return Report(
-        source_kind=source.kind,
-        tensors=len(catalog),
-        tied=layout.tied,
-        source_nbytes=catalog.storages_nbytes,
-        target_nbytes=writer.head.pack_nbytes,
-        shared_nbytes=layout.shared_nbytes,
-        unused_nbytes=layout.unused_nbytes,
-        repeated_nbytes=layout.repeated_nbytes,
-        padding_nbytes=layout.padding_nbytes,
-        overhead_nbytes=overhead_nbytes,
+        **asdict(sizes_of(source, prepared, front)),
         spool_nbytes=spool.peak_nbytes,
-        cast_nbytes=layout.cast_nbytes,
-        casts=count_casts(catalog),
         seconds=time.perf_counter() - began,
         checksum=checksum,
         verification=source.verification,
-        warnings=(*source.remarks, *warnings_of(catalog, front)),
     )
 
 

@@ -127,7 +127,7 @@ def test_what_the_conversion_would_refuse_is_refused() -> None:
 def test_the_table_adds_up_to_the_pack() -> None:
     forecast = stream_pack.forecast(tensors(), dtype="bf16")
     lines = forecast.to_text().splitlines()
-    assert lines[0] == "6 tensors, 1 of them tied or views, in 5 buffers"
+    assert lines[0] == "6 tensors (1 tied or views) in 5 buffers"
     assert lines[1] == "cast float32 -> bfloat16: 5 tensors"
     rows = [(line[:32].strip(), int(line[32:].split()[0])) for line in lines[2:]]
     total = [label for label, _ in rows].index("= pack")
