@@ -214,6 +214,9 @@ RANGE = {"memory": (4 * PAGE, 20 * PAGE), "page_nbytes": PAGE, "max_buffer_lengt
 @pytest.mark.parametrize(("address", "nbytes"), [(4 * PAGE, 8 * PAGE), (19 * PAGE, PAGE)])
 def test_whole_pages_inside_the_mapping_are_a_buffer(address: int, nbytes: int) -> None:
     check_range(address, nbytes, **RANGE)  # type: ignore[arg-type]
+    # It raises nothing; outside of the mapping it would.
+    with pytest.raises(MetalBufferError, match="not inside the mapping"):
+        check_range(address + 16 * PAGE, nbytes, **RANGE)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -244,4 +247,8 @@ def test_a_device_whose_limit_is_no_whole_number_of_pages_has_no_buffer_beyond_i
 
 
 def test_pages_of_4096_bytes_are_enough_where_the_machine_has_them() -> None:
-    check_range(4096, 4096, memory=(0, 8192), page_nbytes=4096, max_buffer_length=4096)
+    limits = {"memory": (0, 8192), "max_buffer_length": 4096}
+    check_range(4096, 4096, page_nbytes=4096, **limits)  # type: ignore[arg-type]
+    # It raises nothing; with larger pages it would.
+    with pytest.raises(AlignmentError):
+        check_range(4096, 4096, page_nbytes=PAGE, **limits)  # type: ignore[arg-type]

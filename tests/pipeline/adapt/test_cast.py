@@ -141,8 +141,12 @@ def test_without_ml_dtypes_torch_rounds_to_the_same_bits(monkeypatch: pytest.Mon
 def test_overflow_and_signalling_nans_print_no_warning() -> None:
     # Warnings are errors in these tests.
     data = np.array([1e300, -1e300, np.inf], "<f8").tobytes() + bytes.fromhex("010000000000f07f")
-    for target in ("float16", "bfloat16", "float32"):
-        cast_bytes(memoryview(data), BY_NAME["float64"], BY_NAME[target])
+    for target in (torch.float16, torch.bfloat16, torch.float32):
+        name = str(target).removeprefix("torch.")
+        result = cast_bytes(memoryview(data), BY_NAME["float64"], BY_NAME[name])
+        found = torch.frombuffer(bytearray(result), dtype=target).tolist()
+        assert found[:3] == [np.inf, -np.inf, np.inf]
+        assert np.isnan(found[3])
 
 
 def cut(data: bytes, step: int) -> Iterator[bytes]:
