@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -68,31 +69,47 @@ class Spool:
 
 
 class SpoolFile:
-    """Bytes appended once and read back anywhere.  Close it to give the disk space back."""
+    """A file without a name: bytes written once, and read back anywhere.
+
+    Its disk space is free when it is closed, or nothing refers to it any more, or the process ends, however that does.
+    Threads may write to places of their own, and read.
+    """
 
     def __init__(self, spool: Spool, folder: str | os.PathLike[str]) -> None:
         self._spool = spool
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix=".stream_pack-spool-")
         self.nbytes = 0
+        with tempfile.TemporaryFile(dir=folder, prefix=".stream_pack-spool-") as file:
+            # Python's own file object would warn of not having been closed.
+            self._descriptor = os.dup(file.fileno())
+        self._close = weakref.finalize(self, os.close, self._descriptor)
 
     def fileno(self) -> int:
         """The descriptor, for reading by position."""
-        return self._file.fileno()
+        return self._descriptor
 
     def append(self, data: memoryview | bytes) -> None:
         """Write all of ``data`` at the end."""
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self.fileno(), view) :]
-        self.nbytes += len(data)
-        self._spool._took(len(data))
+        self.write_at(self.reserve(len(data)), data)
 
     def append_zeros(self, nbytes: int) -> None:
         """Append a hole."""
+        self.reserve(nbytes)
+        os.ftruncate(self._descriptor, self.nbytes)
+
+    def reserve(self, nbytes: int) -> int:
+        """Make the file ``nbytes`` longer; returns where these begin, for :meth:`write_at`."""
+        begin = self.nbytes
         self.nbytes += nbytes
-        os.ftruncate(self.fileno(), self.nbytes)
-        os.lseek(self.fileno(), 0, os.SEEK_END)
         self._spool._took(nbytes)
+        return begin
+
+    def write_at(self, begin: int, data: memoryview | bytes) -> None:
+        """Write all of ``data`` at ``begin``."""
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._descriptor, view, begin)
+            view = view[written:]
+            begin += written
 
     def read(self, begin: int, end: int, *, chunk_nbytes: int) -> Iterator[memoryview]:
         """Bytes ``[begin, end)``, in chunks of fresh memory."""
@@ -105,9 +122,9 @@ class SpoolFile:
             begin += read
 
     def close(self) -> None:
-        """Give the disk space back.  May be called twice."""
-        if not self._file.closed:
-            self._file.close()
+        """Free the disk space.  May be called twice."""
+        if self._close.alive:
+            self._close()
             self._spool._took(-self.nbytes)
 
     def __enter__(self) -> SpoolFile:

@@ -1,7 +1,7 @@
-"""What a streamed constant is: bytes that lie on disk and are described in memory.
+"""What a streamed constant is: bytes on disk, described in memory.
 
-A :class:`Holder` takes bytes once, in chunks, and gives a :class:`Held` for them.  Held ones are put together to larger
-ones without being read.
+A :class:`Holder` takes bytes once, in chunks, and returns a :class:`Held` for them.  Several can be composed to one
+without being read.
 """
 
 from __future__ import annotations
@@ -9,47 +9,52 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import tempfile
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias, TypeVar
 
-import numpy as np
 import xxhash
 
-from stream_pack.errors import StateError, TruncatedSourceError
+from stream_pack.errors import StateError
+from stream_pack.format.align import align_up
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, zeros
 from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.spool import Spool, SpoolFile
 
-__all__ = ["Extent", "Held", "Holder"]
+__all__ = ["CHUNK_NBYTES", "SMALL_NBYTES", "Extent", "Held", "Holder", "OnDisk", "chunks_of"]
 
 CHUNK_NBYTES = 1 << 20
 SMALL_NBYTES = 4096
-"""A page; what is smaller costs less as Python bytes than the calls that would spare them."""
+"""A page; what is smaller costs less as Python bytes than the calls that would avoid them."""
 
 _H = TypeVar("_H", bound="Held")
+_T = TypeVar("_T")
 
 
-class _File:
-    """A file without a name in a folder: it is gone with this object, or with the process, however that ends."""
+class OnDisk:
+    """Something immutable that has its bytes on disk: a copy is the same object, and it cannot be pickled."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        with tempfile.TemporaryFile(dir=folder, prefix=".stream_pack-held-") as file:
-            # Python's own file object would warn of not having been closed.
-            self._descriptor = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._descriptor)
+    __slots__ = ()
 
-    def fileno(self) -> int:
-        return self._descriptor
+    def __copy__(self: _T) -> _T:
+        return self
+
+    def __deepcopy__(self: _T, memo: object) -> _T:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "bytes of a streamed export are in its temporary file and cannot be pickled: write the program with "
+            "stream_pack.executorch.write_program(manager, path)"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
     """Bytes ``[offset, offset + nbytes)`` of a holder's file."""
 
-    file: _File
+    file: SpoolFile
     offset: int
     nbytes: int
 
@@ -57,23 +62,23 @@ class Extent:
         return self.nbytes
 
 
-Part: TypeAlias = "bytes | Extent | Zeros"
+Fragment: TypeAlias = "bytes | Extent | Zeros"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """``nbytes`` bytes, most of them on disk: ``parts``, one after the other.
+class Held(OnDisk):
+    """``nbytes`` bytes, most of them on disk: ``fragments``, one after the other.
 
-    ``digest`` (16 bytes, XXH3-128) stands for the content: of bytes that were held in one go it is theirs, of a
-    composition it is made of its members' digests.  ``block_checksums`` are those of a pack's buffer of this content,
-    in blocks of the default length; a composition has none.
+    ``digest`` (16 bytes, XXH3-128) identifies the content: that of the bytes, or for a composition that of its members'
+    digests.  ``block_checksums`` are those of a pack's buffer with this content, in blocks of the default length; a
+    composition has none.
 
-    Lifetime: keeps the holder's file open, and so its bytes on disk.  It is immutable: a copy is the same object.
+    Lifetime: keeps the holder's file open, and so its bytes on disk.
     """
 
     nbytes: int
     digest: bytes
-    parts: tuple[Part, ...] = field(repr=False)
+    fragments: tuple[Fragment, ...] = field(repr=False)
     block_checksums: tuple[int, ...] = field(default=(), repr=False)
     sha256: bytes | None = field(default=None, repr=False)
 
@@ -83,18 +88,18 @@ class Held:
     @classmethod
     def compose(cls: type[_H], members: Sequence[Held | bytes | Zeros]) -> _H:
         """The members one after the other.  Copies: none."""
-        parts: list[Part] = []
+        fragments: list[Fragment] = []
         digest = xxhash.xxh3_128()
         for member in members:
             if isinstance(member, Held):
-                parts.extend(member.parts)
+                fragments.extend(member.fragments)
                 digest.update(b"H" + member.digest)
             else:
-                parts.append(member)
+                fragments.append(member)
                 digest.update(b"Z" if isinstance(member, Zeros) else b"B")
                 digest.update(b"" if isinstance(member, Zeros) else xxhash.xxh3_128_digest(member))
             digest.update(len(member).to_bytes(8, "little"))
-        return cls(sum(map(len, members)), digest.digest(), tuple(parts))
+        return cls(sum(map(len, members)), digest.digest(), tuple(fragments))
 
     def chunks(self, *, chunk_nbytes: int = CHUNK_NBYTES) -> Iterator[memoryview]:
         """All bytes, in chunks of at most ``chunk_nbytes``.
@@ -105,14 +110,14 @@ class Held:
         return self._span(0, self.nbytes, chunk_nbytes)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Bytes ``[begin, end)``.  Copies: these.  Raises: as :meth:`chunks`."""
+        """Bytes ``[begin, end)``, in memory.  Raises: as :meth:`chunks`."""
         whole = io.BytesIO()
         for chunk in self._span(begin, end, CHUNK_NBYTES):
             whole.write(chunk)
         return whole.getvalue()  # its own bytes, not another copy
 
     def sha256_digest(self) -> bytes:
-        """The SHA-256 of the bytes, which are read for it unless it was made when they came."""
+        """The SHA-256 of the bytes; they are read for it unless it was computed when they were held."""
         if self.sha256 is not None:
             return self.sha256
         digest = hashlib.sha256()
@@ -122,54 +127,36 @@ class Held:
 
     def _span(self, begin: int, end: int, chunk_nbytes: int) -> Iterator[memoryview]:
         position = 0
-        for part in self.parts:
-            first, last = max(begin - position, 0), min(end - position, len(part))
+        for fragment in self.fragments:
+            first, last = max(begin - position, 0), min(end - position, len(fragment))
             if first < last:
-                yield from _read(part, first, last, chunk_nbytes)
-            position += len(part)
+                yield from _read(fragment, first, last, chunk_nbytes)
+            position += len(fragment)
             if position >= end:
                 return
 
-    def __copy__(self: _H) -> _H:
-        return self
 
-    def __deepcopy__(self: _H, memo: object) -> _H:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            f"{self.nbytes} bytes of a streamed export lie in its folder and cannot be pickled: write the program "
-            "with stream_pack.executorch.write_program(manager, path)"
-        )
+def _read(fragment: Fragment, begin: int, end: int, chunk_nbytes: int) -> Iterator[memoryview]:
+    if isinstance(fragment, Zeros):
+        return iter(zeros(end - begin))
+    if isinstance(fragment, Extent):
+        at = fragment.offset
+        return fragment.file.read(at + begin, at + end, chunk_nbytes=chunk_nbytes)
+    return chunks_of(memoryview(fragment)[begin:end], chunk_nbytes)
 
 
-def _read(part: Part, begin: int, end: int, chunk_nbytes: int) -> Iterator[memoryview]:
-    if isinstance(part, Zeros):
-        yield from zeros(end - begin)
-        return
-    if not isinstance(part, Extent):
-        yield from (
-            memoryview(part)[at : min(at + chunk_nbytes, end)]
-            for at in range(begin, end, chunk_nbytes)
-        )
-        return
-    while begin < end:
-        chunk = memoryview(np.empty(min(chunk_nbytes, end - begin), np.uint8))
-        read = os.preadv(part.file.fileno(), [chunk], part.offset + begin)
-        if read == 0:
-            raise TruncatedSourceError(
-                f"the file of the streamed export ended at byte {part.offset + begin}, before byte {part.offset + end}"
-            )
-        yield chunk[:read]
-        begin += read
+def chunks_of(memory: memoryview, chunk_nbytes: int) -> Iterator[memoryview]:
+    """``memory`` in chunks.  Copies: none."""
+    for begin in range(0, len(memory), chunk_nbytes):
+        yield memory[begin : begin + chunk_nbytes]
 
 
 class Holder:
     """Takes bytes to disk.  ``folder`` exists and has room for all of them.
 
-    One file without a name holds them all; its space is given back when this object and every :class:`Held` of it are
+    One file without a name has them all; its disk space is free when this object and every :class:`Held` of it are
     gone, also when the process is killed.
-    May be used by several threads.  A process that is forked off writes to a file of its own.
+    May be used by several threads.  A forked process writes to a file of its own.
     Raises: OSError when no file can be made in ``folder``.
     """
 
@@ -180,8 +167,7 @@ class Holder:
         self._begin()
 
     def _begin(self) -> None:
-        self._file = _File(self._folder)
-        self._nbytes = 0
+        self._file = Spool(self._folder).open(why="streamed constants", nbytes=None)
         self._process = os.getpid()
 
     def hold(
@@ -189,7 +175,7 @@ class Holder:
     ) -> Held:
         """Write the ``nbytes`` bytes that ``chunks`` give.
 
-        ``sha256``: make that digest too, on the way.
+        ``sha256``: compute that digest too.
         Raises: StateError when ``chunks`` give more or fewer bytes; OSError (ENOSPC among others).
         """
         hasher, digest = BlockHasher(BLOCK_NBYTES), xxhash.xxh3_128()
@@ -197,9 +183,9 @@ class Holder:
         checksums: list[int] = []
         small: list[bytes] = []
         extent = self._reserve(nbytes) if nbytes >= SMALL_NBYTES else None
-        came = 0
+        position = 0
         for chunk in chunks:
-            if came + len(chunk) > nbytes:
+            if position + len(chunk) > nbytes:
                 raise StateError(f"a constant of {nbytes} bytes gave more than that")
             checksums += hasher.update(chunk)
             digest.update(chunk)
@@ -208,10 +194,10 @@ class Holder:
             if extent is None:
                 small.append(bytes(chunk))
             else:
-                _write(extent, came, memoryview(chunk))
-            came += len(chunk)
-        if came < nbytes:
-            raise StateError(f"a constant of {nbytes} bytes gave only {came}")
+                extent.file.write_at(extent.offset + position, chunk)
+            position += len(chunk)
+        if position < nbytes:
+            raise StateError(f"a constant of {nbytes} bytes gave only {position}")
         return Held(
             nbytes,
             digest.digest(),
@@ -225,14 +211,6 @@ class Holder:
             if self._process != os.getpid():
                 # A fork shares the file, and each would write where the other does.
                 self._begin()
-            extent = Extent(self._file, self._nbytes, nbytes)
             # Pages of their own, so that a file system that shares blocks can share them with the program.
-            self._nbytes += -(-nbytes // SMALL_NBYTES) * SMALL_NBYTES
-        return extent
-
-
-def _write(extent: Extent, at: int, data: memoryview) -> None:
-    while data:
-        written = os.pwrite(extent.file.fileno(), data, extent.offset + at)
-        data = data[written:]
-        at += written
+            offset = self._file.reserve(align_up(nbytes, SMALL_NBYTES))
+            return Extent(self._file, offset, nbytes)

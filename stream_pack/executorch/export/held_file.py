@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from executorch.exir._serialize._cord import FileBackedData
 
-from stream_pack.executorch.export.held import Held
+from stream_pack.executorch.export.held import Held, OnDisk
 from stream_pack.executorch.export.hooks_program import StreamedCord
 
 __all__ = ["HeldFile"]
 
 
-class HeldFile(FileBackedData):  # type: ignore[misc]
-    """``held``, to whoever takes file-backed data: in a block and after it, nothing has to be replaced.
+class HeldFile(OnDisk, FileBackedData):  # type: ignore[misc]
+    """``held``, for code that takes file-backed data: in a block and after it, nothing has to be replaced.
 
-    Immutable; there is nothing to close, and copies are the same object.
+    There is nothing to close.
     """
 
     def __init__(self, held: Held) -> None:
@@ -37,13 +37,4 @@ class HeldFile(FileBackedData):  # type: ignore[misc]
         StreamedCord(self).write_to_file(outfile)
 
     def close(self) -> None:
-        """Nothing: the bytes stay for as long as anybody has them."""
-
-    def __copy__(self) -> HeldFile:
-        return self
-
-    def __deepcopy__(self, memo: object) -> HeldFile:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        self.held.__reduce__()
+        """Nothing: the bytes stay on disk while anything refers to them."""

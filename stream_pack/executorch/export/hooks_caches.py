@@ -1,7 +1,6 @@
-"""Caches in which torch and ExecuTorch keep what they have seen of an export, for as long as the process lasts.
+"""Caches in which torch and ExecuTorch keep parts of an export for as long as the process lasts.
 
-Through nodes of its graph, or as arguments of operators, lowered modules are among it, and with those all that lies on
-disk for them.
+Through nodes of its graph, or as arguments of operators, they keep lowered modules, and so the disk space of those.
 
 Imports torch and ExecuTorch: only a block of ``streaming_constants`` imports this.
 """
@@ -11,12 +10,12 @@ from __future__ import annotations
 from executorch.exir.backend import utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["forget"]
+__all__ = ["clear_caches"]
 
 
-def forget() -> None:
-    """Empty these caches.  They save time and nothing else, so that other threads' exports may be going on."""
+def clear_caches() -> None:
+    """Empty these caches.  They only save time, so other threads may be exporting meanwhile."""
     FakeTensorMode.cache_clear()
-    clear = getattr(utils.is_same_node, "cache_clear", None)  # no cache any more: nothing to empty
+    clear = getattr(utils.is_same_node, "cache_clear", None)  # None in a version without this cache
     if clear is not None:
         clear()

@@ -100,17 +100,6 @@ def _lazy_clone_parts(tensor: torch.Tensor) -> torch.Tensor:
 
 
 HOOKS = (
-    Hook(
-        module="copy",
-        name="deepcopy",
-        signatures=("(x, memo=None, _nil=[])",),
-        replacement=_deepcopy,
-    ),
-    Hook(
-        module="torch._dynamo.variables.builder",
-        name="_clone_input",
-        signatures=("(value, fake_mode)",),
-        replacement=_clone_input,
-        optional=True,
-    ),
+    Hook("copy", "deepcopy", _deepcopy, signature="(x, memo=None, _nil=[])"),
+    Hook("torch._dynamo.variables.builder", "_clone_input", _clone_input, optional=True),
 )

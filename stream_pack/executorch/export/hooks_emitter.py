@@ -24,11 +24,4 @@ def _label(spec: Any) -> str:
     return f"the constant {name!r}" if name else f"a constant of shape {list(spec.shape)}"
 
 
-HOOKS = (
-    Hook(
-        module="executorch.exir.emit._emitter",
-        name="_Emitter._tensor_spec_to_evalue",
-        signatures=("(self, spec, constant_tag=None)",),
-        replacement=_emit_tensor,
-    ),
-)
+HOOKS = (Hook("executorch.exir.emit._emitter", "_Emitter._tensor_spec_to_evalue", _emit_tensor),)

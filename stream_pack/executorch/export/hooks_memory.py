@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stream_pack.executorch.export.held import SMALL_NBYTES
+from stream_pack.executorch.export.held import SMALL_NBYTES, chunks_of
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
@@ -76,17 +76,12 @@ class _Pointer:
                 (ctypes.c_uint8 * self._nbytes).from_address(self._address)
             )
             held = self._export.holder.hold(
-                _chunks(memoryview(memory), self._export.holder.chunk_nbytes),
+                chunks_of(memoryview(memory), self._export.holder.chunk_nbytes),
                 self._nbytes,
                 sha256=self._reading.sha256,
             )
             self._placeholder = HeldBytes(held, self._reading.label)
         return self._placeholder
-
-
-def _chunks(memory: memoryview, chunk_nbytes: int) -> Iterator[memoryview]:
-    for begin in range(0, len(memory), chunk_nbytes):
-        yield memory[begin : begin + chunk_nbytes]
 
 
 def _cast(export: Export, stock: Callable[..., Any], obj: Any, typ: Any) -> Any:
@@ -104,4 +99,4 @@ def _chars(pointer: Any) -> int:
     return int(getattr(array, "_length_", 0))
 
 
-HOOKS = (Hook(module="ctypes", name="cast", signatures=("(obj, typ)",), replacement=_cast),)
+HOOKS = (Hook("ctypes", "cast", _cast),)

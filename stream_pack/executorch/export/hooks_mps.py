@@ -20,7 +20,7 @@ from stream_pack.errors import UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.export.held import Held
 from stream_pack.executorch.export.hooks_program import StreamedCord
-from stream_pack.executorch.export.mps_pack import Constant, Region, assemble, plan_region
+from stream_pack.executorch.export.mps_pack import HeldConstant, Region, assemble, plan_region
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export
@@ -164,7 +164,7 @@ def _constant_segment(
         held = held_in(value.constant_buffer.storage)
         assert held is not None, "every constant came through _serialized_data"
         name = labels.get(number, str(number))
-        constants.append(Constant(number, name, int(value.datatype), tuple(value.dims), held))
+        constants.append(HeldConstant(number, name, int(value.datatype), tuple(value.dims), held))
     region = plan_region(constants)
     for constant, offset in zip(constants, region.offsets, strict=True):
         value = mps_graph.mps_values[constant.id]
@@ -214,53 +214,11 @@ _VISITOR = "executorch.backends.apple.mps.operators.node_visitor"
 _PREPROCESS = "executorch.backends.apple.mps.mps_preprocess"
 
 HOOKS = (
-    Hook(
-        module=_VISITOR,
-        name="NodeVisitor.get_serialized_data",
-        signatures=("(self, tensor, mps_graph, mps_data_type, id)",),
-        replacement=_serialized_data,
-        late=True,
-    ),
-    Hook(
-        module=_VISITOR,
-        name="NodeVisitor.get_serialized_buffer",
-        signatures=("(self, node, mps_graph, node_id, mps_data_type=None)",),
-        replacement=_serialized_buffer,
-        late=True,
-    ),
-    Hook(
-        module=_VISITOR,
-        name="NodeVisitor.define_scalar",
-        signatures=("(self, val, mps_data_type, mps_graph)",),
-        replacement=_define_scalar,
-        late=True,
-    ),
-    Hook(
-        module=_VISITOR,
-        name="NodeVisitor.hash_tensor",
-        signatures=("(self, tensor)",),
-        replacement=_hash_tensor,
-        late=True,
-    ),
-    Hook(
-        module=_PREPROCESS,
-        name="get_node_visitors",
-        signatures=("(*args)",),
-        replacement=_node_visitors,
-        late=True,
-    ),
-    Hook(
-        module=_PREPROCESS,
-        name="_extract_constant_segment",
-        signatures=("(mps_graph)",),
-        replacement=_constant_segment,
-        late=True,
-    ),
-    Hook(
-        module=_PREPROCESS,
-        name="Cord",
-        signatures=("(data=None)",),
-        replacement=_payload,
-        late=True,
-    ),
+    Hook(_VISITOR, "NodeVisitor.get_serialized_data", _serialized_data, late=True),
+    Hook(_VISITOR, "NodeVisitor.get_serialized_buffer", _serialized_buffer, late=True),
+    Hook(_VISITOR, "NodeVisitor.define_scalar", _define_scalar, late=True),
+    Hook(_VISITOR, "NodeVisitor.hash_tensor", _hash_tensor, late=True),
+    Hook(_PREPROCESS, "get_node_visitors", _node_visitors, late=True),
+    Hook(_PREPROCESS, "_extract_constant_segment", _constant_segment, late=True),
+    Hook(_PREPROCESS, "Cord", _payload, late=True),
 )

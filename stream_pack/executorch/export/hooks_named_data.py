@@ -10,13 +10,13 @@ Imports ExecuTorch and torch: only a block of ``streaming_constants`` imports th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stream_pack.executorch.export import hooks_memory
-from stream_pack.executorch.export.held import SMALL_NBYTES, Held
+from stream_pack.executorch.export.held import SMALL_NBYTES, Held, chunks_of
 from stream_pack.executorch.export.hooks_program import cord
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.placeholder import HeldBytes
@@ -52,14 +52,10 @@ def _add(
         data = _stand_in(data.held, label)
     elif type(data) is bytes and len(data) >= SMALL_NBYTES:
         data = _stand_in(
-            export.holder.hold(_chunks(data, export.holder.chunk_nbytes), len(data)), label
+            export.holder.hold(chunks_of(memoryview(data), export.holder.chunk_nbytes), len(data)),
+            label,
         )
     stock(self, key, data, *args, **kwargs)
-
-
-def _chunks(data: bytes, chunk_nbytes: int) -> Iterator[memoryview]:
-    for begin in range(0, len(data), chunk_nbytes):
-        yield memoryview(data)[begin : begin + chunk_nbytes]
 
 
 def _true_key(key: str, data: HeldBytes) -> str:
@@ -87,23 +83,15 @@ def _tensor_bytes(export: Export, stock: Callable[..., Any], tensor: torch.Tenso
     return _stand_in(held, f"a tensor of shape {list(tensor.shape)}")
 
 
+_STORE = "executorch.exir._serialize._named_data_store"
+
 HOOKS = (
     Hook(
-        module="executorch.exir._serialize._named_data_store",
-        name="NamedDataStore.add_named_data",
-        signatures=("(self, key, data, alignment=1, external_tag=None, tensor_layout=None)",),
-        replacement=_add,
+        _STORE,
+        "NamedDataStore.add_named_data",
+        _add,
+        signature="(self, key, data, alignment=1, external_tag=None, tensor_layout=None)",
     ),
-    Hook(
-        module="executorch.exir._serialize._named_data_store",
-        name="_tensor_to_bytes",
-        signatures=("(tensor)",),
-        replacement=_tensor_bytes,
-    ),
-    Hook(
-        module="executorch.extension.flat_tensor.serialize.serialize",
-        name="Cord",
-        signatures=("(data=None)",),
-        replacement=cord,
-    ),
+    Hook(_STORE, "_tensor_to_bytes", _tensor_bytes),
+    Hook("executorch.extension.flat_tensor.serialize.serialize", "Cord", cord),
 )

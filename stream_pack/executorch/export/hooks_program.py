@@ -152,36 +152,19 @@ _SERIALIZE = (
 )
 
 HOOKS = (
+    Hook("executorch.exir._serialize._program", "Cord", cord),
     Hook(
-        module="executorch.exir._serialize._program",
-        name="Cord",
-        signatures=("(data=None)",),
-        replacement=cord,
+        "executorch.exir._serialize._serialize",
+        "serialize_pte_binary",
+        _serialize_program,
+        signature=_SERIALIZE,
     ),
+    Hook(MODULE, "_serialize_pte_binary", _serialize_program, signature=_SERIALIZE),
+    Hook("executorch.exir._serialize._flatbuffer_program", "_coerce_bytes", _coerce_bytes),
     Hook(
-        module="executorch.exir._serialize._serialize",
-        name="serialize_pte_binary",
-        signatures=(_SERIALIZE,),
-        replacement=_serialize_program,
-    ),
-    Hook(
-        module="executorch.exir.lowered_backend_module",
-        name="_serialize_pte_binary",
-        signatures=(_SERIALIZE,),
-        replacement=_serialize_program,
-    ),
-    Hook(
-        module="executorch.exir._serialize._flatbuffer_program",
-        name="_coerce_bytes",
-        signatures=("(data)",),
-        replacement=_coerce_bytes,
-    ),
-    Hook(
-        module="executorch.exir.lowered_backend_module",
-        name="LoweredBackendModule.__init__",
-        signatures=(
-            "(self, edge_program, backend_id, processed_bytes, compile_specs, named_data_store_output=None)",
-        ),
-        replacement=_init_module,
+        MODULE,
+        "LoweredBackendModule.__init__",
+        _init_module,
+        signature="(self, edge_program, backend_id, processed_bytes, compile_specs, named_data_store_output=None)",
     ),
 )

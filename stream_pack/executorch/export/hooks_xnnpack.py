@@ -74,6 +74,7 @@ def _pack_nibbles(export: Export, stock: Callable[..., Any], inp: torch.Tensor) 
 
 
 _VISITOR = "executorch.backends.xnnpack.operators.node_visitor"
+_QUANT_PARAMS = "executorch.backends.xnnpack.operators.quant_params"
 _SERIALIZE = (
     "(self, tensor, xnn_graph, vals_to_ids, convert_to_nhwc, swap_in_out_for_weights, quant_params, "
     "force_fp32=False, groups=1)"
@@ -81,38 +82,20 @@ _SERIALIZE = (
 
 HOOKS = (
     Hook(
-        module=_VISITOR,
-        name="NodeVisitor.get_serialized_buffer_index",
-        signatures=(_SERIALIZE,),
-        replacement=_serialize_constant,
+        _VISITOR,
+        "NodeVisitor.get_serialized_buffer_index",
+        _serialize_constant,
+        signature=_SERIALIZE,
         late=True,
     ),
     Hook(
-        module=_VISITOR,
-        name="NodeVisitor.get_quant_params",
-        signatures=("(self, quant_params, xnn_graph, external_tag=None)",),
-        replacement=_serialize_constant,
+        _VISITOR,
+        "NodeVisitor.get_quant_params",
+        _serialize_constant,
+        signature="(self, quant_params, xnn_graph, external_tag=None)",
         late=True,
     ),
-    Hook(
-        module=_VISITOR,
-        name="NodeVisitor.convert_to_qc4w",
-        signatures=("(inp)",),
-        replacement=_pack_nibbles,
-        late=True,
-    ),
-    Hook(
-        module=_VISITOR,
-        name="get_param_tensor",
-        signatures=("(exp_prog, node)",),
-        replacement=_param_tensor,
-        late=True,
-    ),
-    Hook(
-        module="executorch.backends.xnnpack.operators.quant_params",
-        name="get_param_tensor",
-        signatures=("(exp_prog, node)",),
-        replacement=_param_tensor,
-        late=True,
-    ),
+    Hook(_VISITOR, "NodeVisitor.convert_to_qc4w", _pack_nibbles, late=True),
+    Hook(_VISITOR, "get_param_tensor", _param_tensor, late=True),
+    Hook(_QUANT_PARAMS, "get_param_tensor", _param_tensor, late=True),
 )

@@ -16,11 +16,11 @@ from stream_pack.format.front import KINDS, Front
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
 
-__all__ = ["Constant", "Region", "assemble", "plan_region"]
+__all__ = ["HeldConstant", "Region", "assemble", "plan_region"]
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class HeldConstant:
     """Value ``id`` of a graph: ``datatype`` is an MPSDataType, ``shape`` what the graph says."""
 
     id: int
@@ -45,7 +45,7 @@ class Region:
         return self.layout.region_nbytes
 
 
-def plan_region(constants: Sequence[Constant]) -> Region:
+def plan_region(constants: Sequence[HeldConstant]) -> Region:
     """Lay out the constants.  Those of equal content share their bytes.
 
     Raises: UnsupportedTensorError when a constant's length is not that of its shape; LimitError.

@@ -1,8 +1,7 @@
-"""Replacing functions of ExecuTorch for as long as a block lasts, and only for the thread that is in it.
+"""Replacing functions of ExecuTorch during a block, and only for the thread that is in it.
 
-A replaced function stays where it was for everybody else: what stands in its place asks :func:`active` and, without a
-streamed export, calls the original.  Blocks in several threads share the replacements; the last one puts the originals
-back.
+The stand-in asks :func:`active`, and calls the original where no export is streamed.  Blocks in several threads share
+the stand-ins; the last one restores the originals.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from stream_pack.errors import UntestedVersionError
@@ -26,27 +24,34 @@ __all__ = ["TESTED_VERSIONS", "Hook", "Patches"]
 TESTED_VERSIONS = ("1.4.1", "1.5.1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Hook:
     """A function, method or class of ExecuTorch, and what runs instead in a block.
 
     ``name`` is what ``module`` calls it, with a dot for a method; what another module has imported needs a hook there.
-    ``signatures``: its parameters in the versions tested, without annotations.  ``replacement`` is called with the
-    export, the original, and the caller's arguments.
+    ``replacement`` is called with the export, the original, and the caller's arguments.
 
-    ``late``: hook it only when somebody else has imported the module, then or later, because importing it has effects.
+    ``signature``: the original's parameters in the versions tested, without annotations; by default those of
+    ``replacement`` after its first two.
+    ``late``: hook it only when other code has imported the module, then or later, because importing it has effects.
     ``optional``: there are tested versions without it.
     """
 
     module: str
     name: str
-    signatures: tuple[str, ...]
     replacement: Callable[..., Any]
+    _: KW_ONLY
+    signature: str | None = None
     late: bool = False
     optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
+
+    @property
+    def expected(self) -> str:
+        """The signature that the original must have."""
+        return self.signature or _signature(self.replacement, skipped=2)
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +63,7 @@ class _Replaced:
     uses: int = 0
 
     def restore(self) -> None:
-        # Somebody may have replaced ours meanwhile and will put it back, or call it: it does nothing without a block.
+        # Other code may have replaced ours meanwhile, and restore or call it: it does nothing without a block.
         if vars(self.owner).get(self.attribute) is self.stand_in:
             setattr(self.owner, self.attribute, self.original)
 
@@ -86,12 +91,7 @@ class Patches:
         self.refresh()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         with _LOCK:
             for key in reversed(self._mine):
                 replaced = _REPLACED[key]
@@ -168,22 +168,20 @@ def _fault(hook: Hook) -> str | None:
         return _MISSING
     owner, attribute = place
     signature = _signature(getattr(owner, attribute))
-    if signature in hook.signatures:
-        return None
-    return f"takes {signature}, expected {' or '.join(hook.signatures)}"
+    return None if signature == hook.expected else f"takes {signature}, expected {hook.expected}"
 
 
-def _signature(function: Any) -> str:
+def _signature(function: Any, *, skipped: int = 0) -> str:
+    """The parameters of ``function`` after the first ``skipped``, without annotations."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return "what cannot be told"
+        return "an unknown signature"
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty)
-        for parameter in signature.parameters.values()
+        for parameter in list(signature.parameters.values())[skipped:]
     ]
-    bare = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
-    return str(bare)
+    return str(inspect.Signature(parameters))
 
 
 def _replace(hook: Hook) -> _Replaced:

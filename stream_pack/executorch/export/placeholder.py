@@ -8,10 +8,10 @@ for the contents.  Everything that Python code can ask of it is answered for the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NoReturn, SupportsIndex
+from typing import SupportsIndex
 
 from stream_pack.errors import StateError
-from stream_pack.executorch.export.held import Held
+from stream_pack.executorch.export.held import Held, OnDisk
 from stream_pack.executorch.export.session import active
 
 __all__ = ["HeldBytes", "held_in"]
@@ -20,7 +20,7 @@ MAGIC = b"stream_pack: a placeholder"
 """Found in a file, this says what happened."""
 
 
-class HeldBytes(bytes):
+class HeldBytes(OnDisk, bytes):
     """Stands for ``held``, called ``label`` in messages.
 
     Reading it (a slice, ``bytes()``, iterating, adding) gives the contents, from disk.  Copies: what the same would
@@ -74,15 +74,6 @@ class HeldBytes(bytes):
 
     def __repr__(self) -> str:
         return f"<{self.held.nbytes} bytes of {self.label or 'a streamed export'}, on disk>"
-
-    def __copy__(self) -> HeldBytes:
-        return self
-
-    def __deepcopy__(self, memo: object) -> HeldBytes:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        self.held.__reduce__()
 
     def _check_inside(self) -> None:
         if active() is None:

@@ -57,7 +57,7 @@ def streaming_constants(
     holder = Holder(folder, chunk_nbytes=_chunk_nbytes(max_memory))
     # Only now: they import torch and ExecuTorch.
     from stream_pack.executorch.export.hooks import HOOKS
-    from stream_pack.executorch.export.hooks_caches import forget
+    from stream_pack.executorch.export.hooks_caches import clear_caches
 
     export = Export(holder=holder, alignment=alignment)
     with Patches(HOOKS, allow_untested=allow_untested) as patches:
@@ -66,7 +66,7 @@ def streaming_constants(
             with activate(export):
                 yield
         finally:
-            forget()
+            clear_caches()
 
 
 def _chunk_nbytes(max_memory: int | None) -> int:

@@ -1,9 +1,10 @@
-"""The constants that a delegate's graph names, and a source that gives exactly those, in the graph's order."""
+"""The constants that a delegate's graph names, and a payload with exactly those, in the graph's order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -12,19 +13,25 @@ import numpy as np
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, tensor_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
+from stream_pack.format.front import Front
+from stream_pack.format.header import HeadKind
 from stream_pack.format.limits import MAX_RANK
 from stream_pack.format.ragged import Ragged
 from stream_pack.pipeline.adapt.cast_plan import cast_catalog
 from stream_pack.pipeline.adapt.select import take_rows
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.source import Source
+from stream_pack.report import Report
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.text import listed, quoted
+from stream_pack.writer.convert import convert_with
+from stream_pack.writer.options import ConvertOptions
+from stream_pack.writer.sink import BinaryWriter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["GraphConstant", "Tensors", "constants_source", "name_constants", "open_tensors"]
+__all__ = ["GraphConstant", "Tensors", "name_constants", "write_payload"]
 
 Tensors: TypeAlias = "Mapping[int, object] | Mapping[str, object] | Source"
 """torch tensors or NumPy arrays by the number or key that a graph gives them, or a source whose names are these."""
@@ -72,7 +79,27 @@ def name_constants(
     ]
 
 
-def open_tensors(tensors: Tensors) -> Source:
+def write_payload(
+    kind: HeadKind,
+    encode: Callable[[Sequence[int], Sequence[int]], bytes],
+    tensors: Tensors,
+    wanted: Sequence[GraphConstant],
+    target: str | os.PathLike[str] | int | BinaryWriter,
+    options: ConvertOptions,
+) -> Report:
+    """Stream the constants ``wanted`` into a pack of this kind.
+
+    ``encode(offsets, nbytes)`` gives the flatbuffer of the graph, with its constants at these places, in bytes from the
+    region's first one.
+
+    Raises: SourceError and its kinds, LimitError, OSError; a target path is then as it was before.
+    """
+    front = Front(kind, lambda index: encode(index.offsets.tolist(), index.tensor_nbytes.tolist()))
+    with _open(tensors) as source:
+        return convert_with(_constants_source(source, wanted), target, options, front=front)
+
+
+def _open(tensors: Tensors) -> Source:
     """``tensors`` as a source.  Raises: SourceError for a key that is neither number nor text."""
     if isinstance(tensors, Source):
         return tensors
@@ -91,7 +118,7 @@ def open_tensors(tensors: Tensors) -> Source:
     return LiveSource(named)
 
 
-def constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source:
+def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source:
     """``source`` with exactly the constants ``wanted``, in their order and under their names.
 
     Floats are cast on the way where the graph asks for a narrower one that ExecuTorch casts to; bytes of packed 4-bit

@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
-from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants
-from stream_pack.executorch.payloads.payload import write_payload
+from stream_pack.executorch.payloads.constants import (
+    GraphConstant,
+    Tensors,
+    name_constants,
+    write_payload,
+)
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.front import KINDS

@@ -14,8 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError
-from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants
-from stream_pack.executorch.payloads.payload import write_payload
+from stream_pack.executorch.payloads.constants import (
+    GraphConstant,
+    Tensors,
+    name_constants,
+    write_payload,
+)
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.front import KINDS

@@ -158,7 +158,7 @@ def test_a_process_that_was_forked_off_does_not_write_over_ours(holder: Holder) 
 
 def test_a_file_that_was_cut_is_an_error(holder: Holder) -> None:
     held = holder.hold([content(9000)], 9000)
-    os.truncate(held.parts[0].file.fileno(), 5000)  # type: ignore[union-attr]
+    os.truncate(held.fragments[0].file.fileno(), 5000)  # type: ignore[union-attr]
     with pytest.raises(TruncatedSourceError, match="ended at byte 5000"):
         held.read(0, 9000)
 

@@ -47,7 +47,7 @@ def hook(name: str, signature: str, **knobs: Any) -> Hook:
     ) -> tuple[Any, ...]:
         return "ours", stock(*args, **kwargs)
 
-    return Hook(module=NAME, name=name, signatures=(signature,), replacement=replacement, **knobs)
+    return Hook(NAME, name, replacement, signature=signature, **knobs)
 
 
 DOUBLE = hook("double", "(x)")
@@ -201,7 +201,7 @@ def test_what_is_not_as_tested_is_refused_before_anything_is_replaced(
 
 
 def test_a_module_that_is_missing_is_refused_unless_it_may_be(block: Callable[..., Any]) -> None:
-    absent = {"module": "json.absent", "name": "f", "signatures": ("()",), "replacement": print}
+    absent = {"module": "json.absent", "name": "f", "signature": "()", "replacement": print}
     refused = pytest.raises(UntestedVersionError, match=r"json\.absent\.f is missing")
     with refused, block(Hook(**absent)):  # type: ignore[arg-type]
         pass
@@ -223,13 +223,7 @@ def test_a_module_that_is_imported_later_is_hooked_then(
 ) -> None:
     other = types.ModuleType("imported_later")
     exec("def triple(x): return 3 * x", other.__dict__)
-    late = Hook(
-        module="imported_later",
-        name="triple",
-        signatures=("(x)",),
-        replacement=lambda export, stock, x: ("ours", stock(x)),
-        late=True,
-    )
+    late = Hook("imported_later", "triple", lambda export, stock, x: ("ours", stock(x)), late=True)
     original = other.triple
     with block(DOUBLE, late):
         sys.modules["imported_later"] = other
