@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import LimitError
+from stream_pack.errors import LimitError, OptionError
 
 __all__ = ["DEFAULT_ALIGNMENT", "PAGE_NBYTES", "Alignment", "align_up"]
 
@@ -46,7 +46,7 @@ class Alignment:
     ``MTLBuffer`` without a copy must start at.  1 MiB keeps the page's cost below 1.6 % of the
     tensor that pays it.
 
-    Raises: LimitError for a value outside these bounds.
+    Raises: LimitError for a value outside these bounds; OptionError.
     """
 
     small: int = 256
@@ -54,6 +54,9 @@ class Alignment:
     large_nbytes: int = 1 << 20
 
     def __post_init__(self) -> None:
+        for value in (self.small, self.large, self.large_nbytes):
+            if not isinstance(value, int):
+                raise OptionError(f"an alignment of {value!r}: expected a whole number of bytes")
         for value in (self.small, self.large):
             if not MIN_ALIGNMENT <= value <= MAX_ALIGNMENT or value & (value - 1):
                 raise LimitError(

@@ -6,7 +6,6 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
@@ -14,10 +13,11 @@ from stream_pack.format import dtypes, head
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import plain_front
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER
-from stream_pack.format.layout import Policy, plan
+from stream_pack.format.layout import plan
+from stream_pack.text import listed
+from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, open_sink
 
@@ -52,7 +52,7 @@ class Writer:
     complete.  ``to``: whose header the pack begins with, as for :func:`stream_pack.convert`.
 
     Copies: none of the chunks given.
-    Raises: SourceError, LimitError for bad specs; OSError.
+    Raises: OptionError; SourceError, LimitError for bad specs; OSError.
     """
 
     def __init__(
@@ -65,17 +65,18 @@ class Writer:
         alignment: Alignment = DEFAULT_ALIGNMENT,
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        front = plain_front(to)
+        options = ConvertOptions(
+            to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
+        )
         catalog = specified(specs, metadata)
-        policy = Policy(alignment=alignment, block_nbytes=block_nbytes)
         self._buffers = {
             name: number for number, name in enumerate(catalog.names) if catalog.nbytes[number]
         }
         self._empty = set(catalog.names) - set(self._buffers)
         self._sink = open_sink(target)
         try:
-            layout = plan(catalog, policy)
-            self._pack = PackWriter(layout, head.encode(layout, front), self._sink)
+            layout = plan(catalog, options.policy)
+            self._pack = PackWriter(layout, head.encode(layout, options.front), self._sink)
             self._pack.start(reserve=True)
         except BaseException:
             self._sink.abort()
@@ -152,9 +153,7 @@ class Writer:
         try:
             self._require_sound()
             if self._left:
-                names = ", ".join(map(repr, list(self._left)[:5]))
-                more = f" and {len(self._left) - 5} more" if len(self._left) > 5 else ""
-                raise StateError(f"not all tensors were written: {names}{more} missing")
+                raise StateError(f"not all tensors were written: {listed(self._left)} missing")
             self._pack.finish()
         finally:
             self._sink.abort()
@@ -167,13 +166,8 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if exc_type is None:
+    def __exit__(self, *exc: object) -> None:
+        if exc[0] is None:
             self.close()
         else:
             self.abandon()

@@ -64,10 +64,11 @@ class ConvertOptions:
         _check_number("block_nbytes", self.block_nbytes)
         _check_number("max_memory", self.max_memory, optional=True)
         if not isinstance(self.alignment, Alignment):
-            raise OptionError(
-                f"alignment={self.alignment!r}: expected stream_pack.Alignment(small=..., large=...)"
-            )
+            raise _wrong("alignment", self.alignment, "stream_pack.Alignment(small=..., large=...)")
         _check_metadata(self.metadata)
+        for name, function in (("progress", self.progress), ("announce", self.announce)):
+            if function is not None and not callable(function):
+                raise _wrong(name, function, "a function")
         policy = Policy(
             alignment=self.alignment,
             block_nbytes=self.block_nbytes,
@@ -84,13 +85,18 @@ class ConvertOptions:
         object.__setattr__(self, "adaptation", Adaptation(selection, cast_rules(self.dtype)))
 
 
+def _wrong(name: str, value: object, expected: str) -> OptionError:
+    shown = repr(value)
+    return OptionError(f"{name}={shown[:200]}{'...' if shown[200:] else ''}: expected {expected}")
+
+
 def _check_number(
     name: str, number: object, *, least: int | None = None, optional: bool = False
 ) -> None:
     if number is None and optional:
         return
     if not isinstance(number, int) or isinstance(number, bool):
-        raise OptionError(f"{name}={number!r}: expected a whole number")
+        raise _wrong(name, number, "a whole number")
     if least is not None and number < least:
         raise LimitError(f"{name}={number}: expected at least {least}", value=number, limit=least)
 
@@ -100,21 +106,21 @@ def _check_metadata(metadata: object) -> None:
         isinstance(metadata, Mapping)
         and all(isinstance(text, str) for pair in metadata.items() for text in pair)
     ):
-        raise OptionError(f"metadata={metadata!r}: expected a mapping of text to text")
+        raise _wrong("metadata", metadata, "a mapping of text to text")
 
 
 def _patterns(option: str, given: object) -> tuple[str, ...]:
     patterns = _several(given)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise OptionError(f"{option}={given!r}: expected a glob as text, or several")
+        raise _wrong(option, given, "a glob as text, or several")
     return cast("tuple[str, ...]", patterns)
 
 
 def _renames(given: object) -> tuple[Callable[[str], str], ...]:
     renames = (given,) if callable(given) else _several(given)
     if renames is None or not all(isinstance(item, str) or callable(item) for item in renames):
-        raise OptionError(
-            f"rename={given!r}: expected 's/REGEX/REPLACEMENT/', a function from name to name, or several"
+        raise _wrong(
+            "rename", given, "'s/REGEX/REPLACEMENT/', a function from name to name, or several"
         )
     return tuple(
         Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)

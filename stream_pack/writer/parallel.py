@@ -25,16 +25,16 @@ from numpy.typing import NDArray
 from stream_pack.errors import SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
-from stream_pack.format.front import plain_front
 from stream_pack.format.head import Head
 from stream_pack.format.head import encode as encode_head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER, Index
-from stream_pack.format.layout import Policy, plan
+from stream_pack.format.layout import plan
 from stream_pack.format.proof import START_NBYTES, prove_head, prove_header, prove_reach
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import listed, quoted
 from stream_pack.writer.incremental import BytesLike, Specs, chunks_of, specified
+from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import FileSink
 from stream_pack.writer.writeback import WritebackFile
@@ -67,7 +67,7 @@ class ParallelWriter:
     depend on who wrote what.  ``unfinished_path`` is where the file stands until :meth:`commit`; a
     :class:`PartWriter` takes it.  Leaving the ``with`` without a commit abandons the pack: ``path`` stays as it was.
 
-    Raises: SourceError, LimitError for bad specs; OSError.
+    Raises: OptionError; SourceError, LimitError for bad specs; OSError.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class ParallelWriter:
         alignment: Alignment = DEFAULT_ALIGNMENT,
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        front = plain_front(to)
-        catalog = specified(specs, metadata)
-        layout = plan(catalog, Policy(alignment=alignment, block_nbytes=block_nbytes))
+        options = ConvertOptions(
+            to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
+        )
+        layout = plan(specified(specs, metadata), options.policy)
         self._sink = FileSink(path)
         try:
-            self._pack = PackWriter(layout, encode_head(layout, front), self._sink)
+            self._pack = PackWriter(layout, encode_head(layout, options.front), self._sink)
             self._pack.start(reserve=True)
             self._sink.sync()  # others read the head, perhaps on other machines
         except BaseException:

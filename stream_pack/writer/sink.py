@@ -14,7 +14,6 @@ import stat
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Protocol, TypeVar, runtime_checkable
 
 from stream_pack.errors import StateError
@@ -110,12 +109,7 @@ class Sink(abc.ABC):
     def __enter__(self: _S) -> _S:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.abort()
 
 

@@ -58,3 +58,30 @@ def test_what_is_wrong_with_an_option_is_said_before_the_target_is_touched(tmp_p
     with pytest.raises(OptionError, match="to='pte'"):
         stream_pack.save_file({"w": np.ones(3)}, tmp_path / "p", to="pte")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["to", "metadata", "alignment", "block_nbytes"])
+@pytest.mark.parametrize("writer", [stream_pack.Writer, stream_pack.ParallelWriter])
+def test_the_writers_refuse_options_of_another_type_as_convert_does(
+    writer: Callable[..., object], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=f"{name}=1.5: expected"):
+        writer(tmp_path / "p", {"w": ("float32", [3])}, **{name: 1.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["progress", "announce"])
+def test_a_function_that_cannot_be_called_is_refused_before_anything_happens(name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}=5: expected a function"):
+        ConvertOptions(**{name: 5})  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_with_an_option_is_shown_in_part() -> None:
+    with pytest.raises(OptionError) as caught:
+        ConvertOptions(metadata={"k": b"v" * 1_000_000})  # type: ignore[dict-item]
+    assert len(str(caught.value)) < 300
+
+
+def test_an_alignment_is_a_whole_number() -> None:
+    with pytest.raises(OptionError, match="an alignment of '16K': expected a whole number"):
+        stream_pack.Alignment(large="16K")  # type: ignore[arg-type]
