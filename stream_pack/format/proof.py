@@ -1,8 +1,8 @@
-"""Proof that bytes are a pack: header, head, length, checksums and blocks, wherever the bytes come from.
+"""Proof that bytes are a pack: header, head, length, checksums and blocks, from any source.
 
-Nothing here reads.  A caller hands in one part after the other, in the order of a file: :func:`prove_header`,
-:func:`prove_reach`, :func:`prove_head`, :func:`prove_length`, :func:`prove_checksums`.  The head comes before the
-length, because a length from a damaged head means nothing.  Source: docs/FORMAT.md, "What a reader must do".
+No I/O: a caller reads one part after the other and passes it to :func:`prove_header`, :func:`prove_reach`,
+:func:`prove_head`, :func:`prove_length` and :func:`prove_checksums`.  The head is proved before the length, because a
+length from a damaged head means nothing.  Source: docs/FORMAT.md, "What a reader must do".
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_NAMED = 100
 """Names that an error about a block lists: all of a tied tensor's would make a report grow with names times blocks."""
 
 _STRIDE = 1024
-"""Tensors that are looked at in one go: few against a pack's million, and their number against 1."""
+"""Tensors searched in one step: few compared with a pack's million, many compared with one."""
 
 
 def prove_header(start: bytes) -> Header:
@@ -89,7 +89,8 @@ def prove_reach(header: Header, available: int | None) -> None:
 def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | None]) -> Head:
     """The head in ``data``, all bytes before the region.
 
-    ``end`` is called where there is no locator, for the file's last END_NBYTES; None: they cannot be known yet.
+    ``end`` is called when there is no locator, and returns the file's last END_NBYTES, or None if they cannot be read
+    yet.
 
     Copies: none; the index's columns are views of ``data``.
     Raises: RawPayloadError, NewerVersionError, FormatError, ChecksumError.
@@ -187,9 +188,9 @@ def wrong_blocks(
     first: int,
     end: int,
 ) -> list[tuple[int, int]]:
-    """Number and actual checksum of those of the blocks ``[first, end)`` that are not as written.
+    """Number and actual checksum of the damaged blocks among ``[first, end)``.
 
-    ``read`` returns so many bytes at a file offset.
+    ``read(file_offset, nbytes)`` returns bytes of the pack.
     """
     wrong = []
     expected = checksums[first:end].tolist()
@@ -214,7 +215,7 @@ def _extents(index: Index, first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 class Users:
-    """Which tensors own which bytes: sorted once, for as many questions as there are damaged blocks."""
+    """Which tensors own which bytes: sorted once, for any number of damaged blocks."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

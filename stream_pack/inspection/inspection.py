@@ -18,10 +18,10 @@ _TENSOR_PARTS = {"tensors", "payload constants", "named data", "program constant
 class InspectedTensor:
     """One tensor.
 
-    ``buffer`` numbers what holds its bytes: None for a tensor of none.  ``shared_with`` is the number (in the pack's
-    order, from 0) of a tensor that has exactly the same bytes, ``inside`` that of one whose bytes contain these; both
-    None for most.  Not their names: a long one would come again with each of many.  ``page_aligned``: it starts at a
-    multiple of 16,384, so that it can be an MTLBuffer of its own.
+    ``buffer`` is the number of the buffer with its bytes, None for a tensor of 0 bytes.  ``shared_with`` is the number
+    (in file order, from 0) of a tensor with exactly the same bytes, ``inside`` that of one whose bytes contain these;
+    both are None for most, and numbers because one long name would be repeated for many tensors.  ``page_aligned``: it
+    starts at a multiple of 16,384, so that it can have its own MTLBuffer.
 
     Units: bytes; ``file_offset`` counts from the pack's first byte.
     """
@@ -40,7 +40,7 @@ class InspectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class InspectedPart:
-    """Something that takes bytes of the file.  Parts that come more than once are added up."""
+    """A part of the file.  Parts of the same kind are added up."""
 
     name: str
     nbytes: int
@@ -51,8 +51,8 @@ class InspectedPayload:
     """What one delegate of an ExecuTorch program receives.
 
     ``name`` is the method and the delegate's number in it, ``backend`` the delegate's id.  ``kind``: ``"mps"``,
-    ``"xnnpack"``, ``"ptd"``, ``"pack"`` or ``"other"``.  ``constants`` stand in it; those with the keys ``keyed`` are
-    among the named data, of the program or of another file.  ``also_used_by``: other delegates that share it.
+    ``"xnnpack"``, ``"ptd"``, ``"pack"`` or ``"other"``.  ``constants`` are in it; those with the keys ``keyed`` are
+    in named data, of the program or of another file.  ``also_used_by``: other delegates that share it.
 
     Units: bytes; ``file_offset`` counts from the program's first byte.
     """
@@ -72,7 +72,7 @@ class Inspection:
     """What :func:`stream_pack.inspect` says of a pack, or of a file that ExecuTorch wrote.
 
     ``nbytes`` is the length of the pack; the nbytes of all ``parts`` add up to exactly that.  ``tensors_nbytes``
-    counts every tensor as if it stood alone, so it is more than the part "tensors" (of a program: "payload constants",
+    counts every tensor as if it shared no bytes, so it exceeds the part "tensors" (of a program: "payload constants",
     "named data" and "program constants") by what sharing saves.
 
     Of a pack only: ``alignment`` (of small and large tensors) and ``block_nbytes``; ``head``, whose header it begins
@@ -119,7 +119,7 @@ class Inspection:
 
 
 def _flags(row: InspectedTensor, rows: Sequence[InspectedTensor]) -> str:
-    """All that is special about a tensor, in words."""
+    """What is special about a tensor, in words."""
     words = []
     if row.shared_with is not None:
         words.append(f"tied with {cell(rows[row.shared_with].name)}")
@@ -182,7 +182,7 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
     if inspection.checksum is not None:
         yield f"root checksum {inspection.checksum:016x}"
     if inspection.head not in (None, "mps"):
-        yield f"ExecuTorch takes it for {KINDS[inspection.head].pack_as}"
+        yield f"ExecuTorch reads it as {KINDS[inspection.head].pack_as}"
     for key, value in inspection.metadata.items():
         yield f"metadata {printable(key)} = {printable(value)}"
     if inspection.metal is not None:

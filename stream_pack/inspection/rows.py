@@ -36,7 +36,7 @@ def rows_of(
 
 
 def _sharing(index: Index) -> tuple[dict[int, int], dict[int, int]]:
-    """For tensors that share bytes: the larger one that each lies inside, and another one that has the same bytes."""
+    """For tensors that share bytes: the larger one that each is inside, and another one with the same bytes."""
     inside: dict[int, int] = {}
     same: dict[int, int] = {}
     held = np.flatnonzero(index.tensor_buffers != NO_BUFFER)

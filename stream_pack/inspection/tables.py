@@ -9,18 +9,18 @@ from stream_pack.text import printable
 __all__ = ["cell", "table"]
 
 MAX_CELL = 120
-"""Characters of a name, or any other cell, in a table: one long name would widen every row."""
+"""Characters of a cell: one long name would widen every row."""
 
 
 def cell(text: str) -> str:
-    """``text`` as it stands in a table: printable, and cut to MAX_CELL characters."""
+    """``text`` for a table: printable, and cut to MAX_CELL characters."""
     return _fit(printable(text[: MAX_CELL + 1]), MAX_CELL)
 
 
 def table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None
 ) -> Iterator[str]:
-    """Columns side by side, ``right`` ones flush right; the first gives way when ``width`` is too small."""
+    """Columns side by side, ``right`` ones flush right; the first is cut when ``width`` is too small."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     if width is not None:
         rest = sum(widths[1:]) + 2 * (len(widths) - 1)

@@ -1,7 +1,12 @@
-"""Packs as MTLBuffers: :func:`open` gives each tensor's buffer and offset, and nothing is copied.
+"""Packs as MTLBuffers: :func:`open` returns the buffer and offset of each tensor, and nothing is copied.
+
+* ``weights``, ``views``: the public entry point; tensors as Metal binds them.
+* ``device``, ``objc``: the GPU and its buffers; the Objective-C runtime, through ctypes.
+* ``rules``, ``plan``: what Metal requires, as arithmetic; how a Mac will use a pack, predicted on any machine.
+* ``interop``: the same tensors in PyTorch, MLX and pyobjc.
 
 Importing this loads nothing of Apple's; on other systems :func:`open` raises MetalUnavailable, and
-``stream-pack metal-plan`` tells how a Mac will use a pack.
+``stream-pack metal-plan`` shows how a Mac will use a pack.
 """
 
 from __future__ import annotations

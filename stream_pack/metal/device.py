@@ -1,4 +1,4 @@
-"""The GPU: what it allows, and MTLBuffers over memory that is already there."""
+"""The GPU: its limits, and MTLBuffers over existing memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from stream_pack.metal.rules import IOS_HINT, check_range
 __all__ = ["Buffer", "Device", "Residency", "require_own_process"]
 
 STORAGE_MODE_SHARED = 0
-"""MTLResourceStorageModeShared, with the default cache mode: the CPU reads too, for checksums."""
+"""MTLResourceStorageModeShared, with the default cache mode: the CPU reads the memory too, for checksums."""
 
 FAMILY_APPLE7 = 1007
-"""MTLGPUFamilyApple7: the M1; no older GPU of Apple's is in a Mac."""
+"""MTLGPUFamilyApple7: the M1, the oldest Apple GPU in a Mac."""
 
 
 class Buffer:
-    """An MTLBuffer over memory that something else owns.
+    """An MTLBuffer over memory that another object owns.
 
-    ``pointer`` is the ``id<MTLBuffer>``, to be passed to any API that takes one; ``address`` and ``nbytes`` say where
-    it stands; ``token`` is its name for :func:`objc.kept`.
+    ``pointer`` is the ``id<MTLBuffer>``, for any API that takes one; ``address`` and ``nbytes`` are its memory, and
+    ``token`` is its number for :func:`objc.kept`.
 
     Copies: none; writing to it, from CPU or GPU, is undefined (the memory is a file mapped read-only).
-    Lifetime: this object holds one reference, and gives it back when it is collected.  The memory stays until Metal
-    says that the last reference is gone, one held by a command buffer in flight too.
-    Metal says so to Python, and waits for Python's lock.  Code that keeps the lock while it waits for the GPU, as
-    ``torch.mps.synchronize()`` does, must not be called while only a command buffer holds the last reference, or both
-    wait for ever: keep this object, the view or the tensor until after such a call.
+    Lifetime: this object holds one reference, and releases it when it is collected.  The memory stays mapped until
+    Metal reports that the last reference is released, including those of command buffers in flight.
+    Metal reports it to Python, and waits for Python's lock.  Code that holds the lock while it waits for the GPU, as
+    ``torch.mps.synchronize()`` does, must not run while only a command buffer holds the last reference: that is a
+    deadlock.  Keep this object, the view or the tensor until after such a call.
     """
 
     __slots__ = ("__weakref__", "_messages", "_pid", "address", "nbytes", "pointer", "token")
@@ -50,24 +50,24 @@ class Buffer:
         self.token = token
         self._messages = messages
         self._pid = os.getpid()
-        _give_back(self, messages, pointer, ("release",))
+        _release_with(self, messages, pointer, ("release",))
 
     def __repr__(self) -> str:
         return f"<Buffer {self.pointer:#x}, {self.nbytes} bytes at {self.address:#x}>"
 
     def contents(self) -> int:
-        """What Metal says of the address; equal to ``address``, as long as nothing was copied."""
+        """The address according to Metal; equal to ``address`` as long as nothing was copied."""
         require_own_process(self._pid)
         address: int = self._messages.send(self.pointer, "contents")
         return address
 
 
-def _give_back(
+def _release_with(
     holder: object, messages: Messages, pointer: int, selectors: tuple[str, ...]
 ) -> weakref.finalize[..., object]:
-    """Send ``selectors`` to an object once ``holder`` is collected: but not at exit, and not in a forked child."""
+    """Send ``selectors`` to an object when ``holder`` is collected, except at exit and in a forked child."""
     finalizer = weakref.finalize(holder, _send_in, os.getpid(), messages, pointer, selectors)
-    # At exit the driver may still be at work; the system takes everything back anyway.
+    # At exit the driver may still be working; the system frees everything anyway.
     finalizer.atexit = False
     return finalizer
 
@@ -80,19 +80,19 @@ def _send_in(pid: int, messages: Messages, pointer: int, selectors: tuple[str, .
 
 
 def require_own_process(pid: int) -> None:
-    """Raises: MetalUnavailable in a process that was forked from ``pid``, where Metal's objects mean nothing."""
+    """Raises: MetalUnavailable in a process that was forked from ``pid``, where Metal's objects are invalid."""
     if os.getpid() != pid:
         raise MetalUnavailable(
-            f"Metal was first used by process {pid}, which forked this one, and it does not survive fork; "
-            "start processes with the 'spawn' method"
+            f"Metal does not work after a fork, and process {pid}, which forked this one, had used it; start processes "
+            "with the 'spawn' method"
         )
 
 
 class Device:
-    """A GPU, by way of Metal.
+    """A GPU that Metal supports.
 
-    ``pointer`` is the ``id<MTLDevice>``.  Its properties are read when first asked for.
-    Raises (whatever asks Metal): MetalUnavailable in a forked child.
+    ``pointer`` is the ``id<MTLDevice>``.  Properties are read on first use.
+    Raises (every call of Metal): MetalUnavailable in a forked child.
     """
 
     def __init__(self, runtime: Runtime, pointer: int) -> None:
@@ -100,31 +100,31 @@ class Device:
         self.pointer = pointer
         self.pid = os.getpid()
         self.messages = Messages(runtime, objc.MESSAGES)
-        _give_back(self, self.messages, pointer, ("release",))
+        _release_with(self, self.messages, pointer, ("release",))
 
     @classmethod
     def default(cls, runtime: Runtime | None = None) -> Device:
         """The system's default device.  ``runtime`` None: this machine's.
 
-        Raises: MetalUnavailable where there is no Metal, no device, or only one behind Rosetta.
+        Raises: MetalUnavailable without Metal, without a device, and under Rosetta.
         """
         runtime = runtime or objc.native()
         require_own_process(objc.first_process())
         if runtime.translated:
             raise MetalUnavailable(
-                "this Python is an Intel program that Rosetta translates: there Metal accepts buffers without a copy, "
-                "and fails every command that uses them; use an arm64 Python"
+                "this Python is an Intel program translated by Rosetta, where Metal accepts buffers without a copy and "
+                "then fails every command that uses them; use an arm64 Python"
             )
         pointer = objc.default_device(runtime, Messages(runtime, objc.MESSAGES))
         if pointer is None:
             raise MetalUnavailable(
-                "Metal found no device: a virtual machine without one, or a session without access to the GPU"
+                "Metal found no device: this is a virtual machine without a GPU, or a session without access to it"
             )
         return cls(runtime, pointer)
 
     @classmethod
     def retained(cls, runtime: Runtime, pointer: int) -> Device:
-        """An ``id<MTLDevice>`` that someone else holds, too."""
+        """An ``id<MTLDevice>`` that another owner holds too."""
         device = cls(runtime, pointer)
         device.messages.send(pointer, "retain")
         return device
@@ -138,7 +138,7 @@ class Device:
 
     @cached_property
     def name(self) -> str:
-        """What the device is called, for people."""
+        """The device's name, for messages."""
         require_own_process(self.pid)
         with self.messages.pool():
             return objc.string_at(self.messages, self.messages.send(self.pointer, "name"))
@@ -150,17 +150,17 @@ class Device:
 
     @cached_property
     def recommended_working_set(self) -> int:
-        """How many bytes the GPU can use at once without slowing down."""
+        """How many bytes the GPU can use together without slowing down."""
         return self._ask("recommendedMaxWorkingSetSize")
 
     @cached_property
     def has_unified_memory(self) -> bool:
-        """Whether the GPU reads the CPU's memory directly.  Otherwise every read goes over PCIe."""
+        """Whether the GPU reads the CPU's memory directly, and not over PCIe."""
         return bool(self._ask("hasUnifiedMemory"))
 
     @cached_property
     def has_residency_sets(self) -> bool:
-        """Whether :class:`Residency` works: from macOS 15 on, with Apple's own GPUs."""
+        """Whether :class:`Residency` works: from macOS 15 on, with Apple GPUs."""
         return bool(self._ask("supportsFamily:", FAMILY_APPLE7)) and self.messages.responds(
             self.pointer, "newResidencySetWithDescriptor:error:"
         )
@@ -168,10 +168,10 @@ class Device:
     def wrap(self, owner: NDArray[np.uint8], address: int, nbytes: int) -> Buffer:
         """An MTLBuffer over memory, without a copy.
 
-        ``owner`` is an array that keeps a mapping open, and in which the range must lie.  It is let go of when the
-        buffer is gone, on whatever thread that happens.
+        ``owner`` is an array that keeps a mapping open and contains the range.  It is released when the buffer is
+        freed, on any thread.
 
-        Raises: AlignmentError, MetalBufferError (before Metal is asked, or when it returns nil).
+        Raises: AlignmentError, MetalBufferError (before Metal is called, or when it returns nil).
         """
         require_own_process(self.pid)
         begin = owner.ctypes.data
@@ -183,7 +183,7 @@ class Device:
             max_buffer_length=self.max_buffer_length,
         )
         token, block = objc.keep(self.runtime, owner)
-        # A pool, because whatever Metal autoreleases on the way may hold the buffer.
+        # A pool, because an object that Metal autoreleases here may hold the buffer.
         with self.messages.pool():
             pointer = self.messages.send(
                 self.pointer,
@@ -196,8 +196,8 @@ class Device:
         if pointer is None:
             objc.forget(token)
             raise MetalBufferError(
-                f"Metal made no buffer of {nbytes} bytes at {address:#x}, of the {self.max_buffer_length} that "
-                f"{self.name} allows, and does not say why; free memory, or try a smaller max_buffer_length; "
+                f"Metal returned no buffer for {nbytes} bytes at {address:#x} ({self.name} allows "
+                f"{self.max_buffer_length}), without a reason; free memory, or try a smaller max_buffer_length; "
                 f"{IOS_HINT}",
                 address=address,
                 nbytes=nbytes,
@@ -208,7 +208,7 @@ class Device:
 class Residency:
     """Keeps buffers resident, so that the first command after a pause does not have to map them again.
 
-    Off unless asked for: kernel panics and leaks were seen with some versions of macOS 15.
+    Off by default: kernel panics and leaks were seen with some versions of macOS 15.
     Lifetime: the set holds every buffer until :meth:`end`, or until it is collected.
     Raises: MetalUnavailable without residency sets.
     """
@@ -216,21 +216,21 @@ class Residency:
     def __init__(self, device: Device, buffers: Iterable[Buffer]) -> None:
         if not device.has_residency_sets:
             raise MetalUnavailable(
-                f"residency sets need macOS 15 and a GPU of Apple's, not {device.name!r}; open without residency=True"
+                f"residency sets need macOS 15 and an Apple GPU, not {device.name!r}; open without residency=True"
             )
         messages = device.messages
         with messages.pool():
             descriptor = messages.new("MTLResidencySetDescriptor")
-            assert descriptor is not None  # it came with macOS 15 too
+            assert descriptor is not None  # in macOS 15 too
             pointer = messages.send(
                 device.pointer, "newResidencySetWithDescriptor:error:", descriptor, None
             )
             messages.send(descriptor, "release")
         if pointer is None:
             raise MetalUnavailable(
-                f"{device.name} made no residency set; open without residency=True"
+                f"{device.name} returned no residency set; open without residency=True"
             )
-        self._end = _give_back(
+        self._end = _release_with(
             self, messages, pointer, ("endResidency", "removeAllAllocations", "commit", "release")
         )
         with messages.pool():
@@ -240,5 +240,5 @@ class Residency:
             messages.send(pointer, "requestResidency")
 
     def end(self) -> None:
-        """Let go of the buffers.  Nothing happens the second time."""
+        """Release the buffers.  Does nothing the second time."""
         self._end()

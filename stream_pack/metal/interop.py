@@ -1,7 +1,7 @@
-"""Tensors on the GPU, as other libraries take them: PyTorch, MLX, pyobjc.
+"""Tensors on the GPU for other libraries: PyTorch, MLX, pyobjc.
 
-Each of them is imported only by the function that serves it.  What they get stands on the same bytes, which are mapped
-read-only: writing through any of it is undefined.
+Each library is imported only by its own function.  All tensors and arrays share the same bytes, which are mapped
+read-only: writing to them is undefined.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["as_pyobjc", "device_of_pyobjc", "mps_graph_feed", "to_mlx", "to_torch"]
 
 KDL_METAL = 8
-"""DLDeviceType of Metal: ``data`` is the ``id<MTLBuffer>``, and only ``byte_offset`` leads into it."""
+"""DLDeviceType of Metal: ``data`` is the ``id<MTLBuffer>``, and ``byte_offset`` is the offset in it."""
 
 DLPACK_TYPES: dict[str, tuple[int, int]] = {
     # name: DLDataTypeCode, bits
@@ -48,7 +48,7 @@ DLPACK_TYPES: dict[str, tuple[int, int]] = {
     "float32": (2, 32),
     "complex64": (5, 64),
 }
-"""Those that both DLPack and MPS have.  Source: dmlc/dlpack, dlpack.h."""
+"""The dtypes of both DLPack and MPS.  Source: dmlc/dlpack, dlpack.h."""
 
 
 class _DLDevice(ctypes.Structure):
@@ -79,10 +79,10 @@ _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Lent:
-    """What other libraries hold: DLPack's structures, in C's memory, and by their addresses the buffers they keep.
+    """What other libraries hold: DLPack structures, in C memory, and the buffer that each keeps, by its address.
 
-    Like the registry of :mod:`stream_pack.metal.objc`, all of this lives for ever, because it is called whenever
-    another library lets go; and like there, who lets go waits for Python's lock.
+    Like the registry of :mod:`stream_pack.metal.objc`, all of this is kept until the process ends, because another
+    library may call it at any time to release a tensor; the call waits for Python's lock.
     """
 
     def __init__(self) -> None:
@@ -96,14 +96,14 @@ class _Lent:
         self._new_capsule.restype = ctypes.py_object
         self._is_valid, self._set_name = api.PyCapsule_IsValid, api.PyCapsule_SetName
         self._is_valid.argtypes = self._set_name.argtypes = (ctypes.py_object, c_void_p)
-        # A capsule has not these names but their addresses.
+        # A capsule holds the addresses of these names.
         self._names = [
             ctypes.create_string_buffer(name) for name in (b"dltensor", b"used_dltensor")
         ]
         self._name, self._used_name = map(ctypes.addressof, self._names)
         pop, free = self.buffers.pop, self._free
 
-        # Bound to what it needs: while the interpreter ends, the names of this module are gone.
+        # Bound to what it needs: while the interpreter shuts down, this module's names are deleted.
         def delete(structure: int) -> None:
             pop(structure, None)
             free(structure)
@@ -114,11 +114,11 @@ class _Lent:
 
     @contextmanager
     def capsule(self, view: MetalView, *, keep: bool = True) -> Iterator[object]:
-        """A DLPack capsule of a tensor, which can be taken until the block ends.
+        """A DLPack capsule of a tensor, valid until the ``with`` block ends.
 
-        ``keep``: until the deleter is called, the buffer is kept.  Otherwise the caller does that, and the deleter is
-        C's ``free``.  A deleter in Python fails when it is called while an exception is on its way, as when a
-        temporary is dropped in ``f(temporary, 1 / 0)``.  For that reason the capsule has no destructor either.
+        ``keep``: the buffer is kept until the deleter is called.  Otherwise the caller keeps it, and the deleter is C's
+        ``free``.  A deleter in Python fails when it is called while an exception propagates, for example when a
+        temporary is dropped in ``f(temporary, 1 / 0)``.  For the same reason the capsule has no destructor.
 
         Raises: UnsupportedDtype, MetalBufferError for a tensor of 0 bytes.
         """
@@ -129,13 +129,13 @@ class _Lent:
         try:
             yield capsule
         finally:
-            if self._is_valid(capsule, self._name):  # nobody took it: who does, renames it
+            if self._is_valid(capsule, self._name):  # not consumed: a consumer renames it
                 self._set_name(capsule, self._used_name)
                 self.buffers.pop(address, None)
                 self._free(address)
 
     def _structure(self, view: MetalView, deleter: Any) -> int:
-        """A DLManagedTensor, with shape and strides behind it."""
+        """A DLManagedTensor, followed by shape and strides."""
         if view.dtype not in DLPACK_TYPES:
             raise UnsupportedDtype(
                 f"tensor {quoted(view.name)} is {view.dtype}, which DLPack and MPS do not both have; cast it with "
@@ -169,7 +169,7 @@ class _Lent:
         return int(address)
 
     def _retire(self) -> None:
-        """What dies from now on finds no deleter: the interpreter that would run it is ending."""
+        """Remove the deleters: the interpreter that would run them is shutting down."""
         for address in list(self.buffers):
             _DLManagedTensor.from_address(address).deleter = None
 
@@ -180,7 +180,7 @@ def _lent() -> _Lent:
 
 
 class _Producer:
-    """A capsule as the object that DLPack's Python protocol wants."""
+    """A capsule as an object of DLPack's Python protocol."""
 
     def __init__(self, capsule: object) -> None:
         self._capsule = capsule
@@ -194,10 +194,12 @@ class _Producer:
         copy: bool | None = None,
     ) -> object:
         if copy:
-            raise BufferError("a tensor of a pack is lent in place, not copied: pass copy=False")
+            raise BufferError(
+                "a tensor of a pack is shared in place, never copied: pass copy=False"
+            )
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(
-                f"a tensor of a pack is lent in place, on {self.__dlpack_device__()}, not on {dl_device}"
+                f"a tensor of a pack is shared in place, on device {self.__dlpack_device__()}, not on {dl_device}"
             )
         return self._capsule
 
@@ -205,19 +207,19 @@ class _Producer:
         return KDL_METAL, 0
 
 
-def _let_go(buffer: Buffer) -> None:
-    """What has kept the buffer is gone."""
+def _release(buffer: Buffer) -> None:
+    """Does nothing: the reference to ``buffer`` is dropped with the call."""
 
 
 def to_torch(view: MetalView) -> torch.Tensor:
     """The tensor on PyTorch's ``mps`` device.
 
-    Writing to it is undefined.  Whatever else uses the buffer has to be waited for (``torch.mps.synchronize``).
+    Writing to it is undefined.  Wait for other uses of the buffer first (``torch.mps.synchronize``).
 
     Copies: none.
     Lifetime: the tensor keeps the buffer, the buffer keeps the memory.  Keep the tensor until after
     ``torch.mps.synchronize()``: see :class:`Buffer`.
-    Raises: UnsupportedDtype; MetalUnavailable for a PyTorch that ignores where in a buffer the tensor stands.
+    Raises: UnsupportedDtype; MetalUnavailable for a PyTorch that ignores the tensor's offset in its buffer.
     """
     import torch
 
@@ -226,8 +228,8 @@ def to_torch(view: MetalView) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="mps")
     with _lent().capsule(view, keep=False) as capsule:
         tensor = torch.utils.dlpack.from_dlpack(capsule)
-    # This object is as long there as the storage itself, however many tensors share it.
-    weakref.finalize(tensor.untyped_storage(), _let_go, view.buffer).atexit = False
+    # This object lives as long as the storage itself, however many tensors share it.
+    weakref.finalize(tensor.untyped_storage(), _release, view.buffer).atexit = False
     # Up to 2.9 silently the first bytes of the buffer (pytorch#168177).
     if tensor.storage_offset() * tensor.itemsize != view.offset:
         raise MetalUnavailable(
@@ -242,7 +244,7 @@ def to_mlx(view: MetalView) -> Any:
 
     Copies: none.
     Lifetime: the array keeps the buffer, the buffer keeps the memory.  Give the array a name: if it is dropped while an
-    exception is on its way, as the temporary in ``f(to_mlx(view), 1 / 0)``, the exception is lost.
+    exception propagates, as the temporary in ``f(to_mlx(view), 1 / 0)``, the exception is lost.
     Raises: UnsupportedDtype; MetalBufferError for a tensor of 0 bytes; ImportError without MLX.
     """
     mlx = importlib.import_module("mlx.core")
@@ -252,17 +254,17 @@ def to_mlx(view: MetalView) -> Any:
 
 
 def as_pyobjc(buffer: Buffer) -> Any:
-    """The MTLBuffer as a pyobjc object, which holds a reference of its own.  Raises: ImportError without pyobjc."""
+    """The MTLBuffer as a pyobjc object, which holds its own reference.  Raises: ImportError without pyobjc."""
     return importlib.import_module("objc").objc_object(c_void_p=buffer.pointer)
 
 
 def device_of_pyobjc(device: Any) -> Device:
-    """A pyobjc ``MTLDevice`` as ours; both may be used."""
+    """A pyobjc ``MTLDevice`` as a :class:`Device`; both stay usable."""
     return Device.retained(objc.native(), device.__c_void_p__().value)
 
 
 def mps_graph_feed(view: MetalView) -> Any:
-    """An ``MPSGraphTensorData`` (pyobjc) to feed a graph with, over a buffer of the tensor's own.
+    """An ``MPSGraphTensorData`` (pyobjc) to feed a graph with, over the tensor's own buffer.
 
     Copies: none.
     Lifetime: it holds the buffer, the buffer holds the memory.

@@ -1,16 +1,16 @@
-"""The Objective-C runtime, through ctypes: the only module that knows it.
+"""The Objective-C runtime, through ctypes: the only module that uses it.
 
-:class:`Runtime` holds the addresses of the few C functions that are needed, so that a stand-in is a value;
-:class:`Messages` sends messages through them, each selector with the one prototype that it has; :func:`keep` gives the
-block that Metal calls when a buffer is gone, and drops then what it was given.
+:class:`Runtime` holds the addresses of the few C functions needed, so that tests can pass another;
+:class:`Messages` sends messages through them, each selector with its one prototype; :func:`keep` returns the block that
+Metal calls when a buffer is freed, and then drops the buffer's owner.
 
-Everything Metal may call lives for ever: the blocks (one for each buffer, used again when that is gone), one callback,
-and the registry of owners.  A block on the stack, or one that Python had collected, crashes when a buffer dies later
-than expected.
+Everything that Metal may call is kept until the process ends: the blocks (one per buffer, reused once that is freed),
+one callback, and the registry of owners.  A block on the stack, or one that Python had collected, would crash when a
+buffer is freed later than expected.
 
-The callback is Python, so it waits for Python's lock.  A thread that holds this lock while it waits for Metal to be
-done with a buffer waits for ever, if the last reference to the buffer goes meanwhile.  And C code that lets go of the
-last reference while a Python exception is on its way loses the exception; Python code may.
+The callback is Python, so it waits for Python's lock.  A thread that holds the lock while it waits for Metal to finish
+with a buffer deadlocks if the last reference to the buffer is released meanwhile.  And C code that releases the last
+reference while a Python exception propagates loses the exception; Python code may release it.
 Source: Clang, "Block Implementation Specification"; Apple, "Objective-C Runtime".
 """
 
@@ -51,8 +51,8 @@ __all__ = [
 class Runtime:
     """The C entry points of a Metal system, as addresses.
 
-    ``global_block_class`` is the address of ``_NSConcreteGlobalBlock`` itself.  ``translated``: this process is run
-    by Rosetta.
+    ``global_block_class`` is the address of ``_NSConcreteGlobalBlock`` itself.  ``translated``: Rosetta runs this
+    process.
     """
 
     msg_send: int
@@ -68,8 +68,8 @@ def native() -> Runtime:
     """The runtime of this Mac.  Raises: MetalUnavailable anywhere else."""
     if sys.platform != "darwin":
         raise MetalUnavailable(
-            f"Metal is on Apple systems only, this is {sys.platform}; `stream-pack metal-plan` checks here "
-            "how a Mac will use a pack"
+            f"Metal exists on Apple systems only, and this is {sys.platform}; `stream-pack metal-plan` shows "
+            "here how a Mac will use a pack"
         )
     # Without CoreGraphics loaded, MTLCreateSystemDefaultDevice returns nil (so its documentation).
     ctypes.CDLL("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")
@@ -92,7 +92,7 @@ def _translated(system: ctypes.CDLL) -> bool:
     failed = system.sysctlbyname(
         b"sysctl.proc_translated", ctypes.byref(value), ctypes.byref(nbytes), None, c_ulong(0)
     )
-    # Macs that never translate do not know the name.
+    # Macs without Rosetta do not have the name.
     return failed == 0 and value.value == 1
 
 
@@ -103,7 +103,7 @@ def _address(function: Any) -> int:
 
 
 MESSAGES: dict[str, str] = {
-    # selector: type of the result, then of each argument behind receiver and selector
+    # selector: type of the result, then of each argument after receiver and selector
     "UTF8String": "*",
     "addAllocation:": "v@",
     "alloc": "@",
@@ -160,7 +160,7 @@ def prototype(encoding: str) -> Callable[[int], Callable[..., Any]]:
 class Messages:
     """Sends the messages of a table (selector: encoding) through one runtime.
 
-    Python's lock is released while a message is on its way, so a deallocator on another thread can run.
+    Python's lock is released during a message, so that a deallocator on another thread can run.
     """
 
     def __init__(self, runtime: Runtime, table: dict[str, str]) -> None:
@@ -174,7 +174,7 @@ class Messages:
         return self._functions[selector](receiver, self._selectors[selector], *arguments)
 
     def responds(self, receiver: int, selector: str) -> bool:
-        """Whether this version of the system knows the message."""
+        """Whether this version of the system has the message."""
         return bool(self.send(receiver, "respondsToSelector:", self._selectors[selector]))
 
     def new(self, name: str) -> int | None:
@@ -185,7 +185,7 @@ class Messages:
 
     @contextmanager
     def pool(self) -> Iterator[None]:
-        """Whatever is autoreleased inside is released at the end, and not when the thread ends."""
+        """Objects autoreleased inside are released at the end, not when the thread ends."""
         pool = self.new("NSAutoreleasePool")
         assert pool is not None
         try:
@@ -195,7 +195,7 @@ class Messages:
 
 
 def default_device(runtime: Runtime, messages: Messages) -> int | None:
-    """The system's default MTLDevice, owned by the caller; None when there is none."""
+    """The system's default MTLDevice, owned by the caller, or None."""
     with messages.pool():
         device: int | None = ctypes.CFUNCTYPE(c_void_p)(runtime.create_system_default_device)()
     return device
@@ -208,7 +208,7 @@ def string_at(messages: Messages, string: int | None) -> str:
 
 
 def immortal(value: object) -> None:
-    """Keep a Python object for ever, also while the interpreter tears its modules down."""
+    """Keep a Python object until the process ends, also while the interpreter deletes its modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
@@ -233,24 +233,24 @@ _Invoke = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_ulong)
 
 
 class _Registry:
-    """What each live buffer stands on: ``owners``, by the buffer's token.
+    """The owner of each buffer's memory: ``owners``, by the buffer's token.
 
-    Metal tells which buffer is gone by the block that it calls.  A block serves one buffer at a time, and none after
-    one that Metal did not make: whatever may still be called then finds a token without an owner.
+    The block that Metal calls says which buffer was freed.  A block serves one buffer at a time, and is not reused
+    after a buffer that Metal did not create: a late call then finds a token without an owner.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.owners: dict[int, object] = {}
-        self.blocks: dict[int, _Block] = {}  # by address, all there ever were
+        self.blocks: dict[int, _Block] = {}  # by address, all that were ever made
         self._tokens: dict[int, int] = {}  # of the buffer that each block serves
-        self._idle: dict[int, list[int]] = {}  # blocks that serve none, by their class
+        self._idle: dict[int, list[int]] = {}  # unused blocks, by their class
         self._counter = itertools.count()
         self._gone: deque[int] = deque()
         self._lock = threading.Lock()
         gone, settle = self._gone, self.settle
 
-        # Bound to what it needs: while the interpreter ends, the names of this module are gone.
+        # Bound to what it needs: while the interpreter shuts down, this module's names are deleted.
         def invoke(block: int, address: int | None, nbytes: int) -> None:
             gone.append(block)
             settle()
@@ -276,7 +276,7 @@ class _Registry:
         block = _Block(isa, flags, 0, None, ctypes.pointer(self._descriptor))
         address = ctypes.addressof(block)
         self.blocks[address] = block
-        # Only now, so that at exit either this reads what is right by then, or the block is found and changed.
+        # Last: at exit, either this reads the new value, or the block is found and changed.
         block.invoke = self._invoke
         return address
 
@@ -285,12 +285,12 @@ class _Registry:
         self.settle()
 
     def settle(self) -> None:
-        """Drop the owners of buffers that are gone.
+        """Drop the owners of freed buffers.
 
         Never waits: a deallocator may run anywhere, also inside this class, when a garbage collection releases a
-        buffer.  Whoever holds the lock does the work of those who found it taken.
+        buffer.  The holder of the lock does the work of callers that found it taken.
         """
-        dropped: list[object] = []  # until the lock is free again: the last owner unmaps the file
+        dropped: list[object] = []  # until the lock is released: the last owner unmaps the file
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 while self._gone:
@@ -303,9 +303,9 @@ class _Registry:
                 self._lock.release()
 
     def _retire(self) -> None:
-        """From now on dying buffers find a C function that does nothing, instead of an interpreter that has ended.
+        """Let the blocks call a C function that does nothing, instead of an interpreter that has ended.
 
-        Takes no lock: in a forked child a thread that is not there may have it.
+        Takes no lock: in a forked child, a thread that does not exist there may hold it.
         """
         self._invoke = _address(ctypes.pythonapi.Py_IsInitialized)
         for block in list(self.blocks.values()):
@@ -318,22 +318,22 @@ def _registry() -> _Registry:
 
 
 def first_process() -> int:
-    """The process that Metal belongs to: the first that asks, and none that it forks."""
+    """The process that may use Metal: the first that asks, and no fork of it."""
     return _registry().pid
 
 
 def keep(runtime: Runtime, owner: object) -> tuple[int, int]:
-    """Keep ``owner`` until a buffer is gone: its token, and the address of the block to pass as its deallocator."""
+    """Keep ``owner`` until a buffer is freed: its token, and the address of the block to pass as its deallocator."""
     return _registry().add(runtime.global_block_class, owner)
 
 
 def forget(token: int) -> None:
-    """Undo :func:`keep`: there is no buffer, whether its deallocator was called or not."""
+    """Undo :func:`keep`: no buffer was created, whether its deallocator was called or not."""
     _registry().remove(token)
 
 
 def kept(token: int) -> bool:
-    """Whether the buffer still lives, whoever holds it."""
+    """Whether the buffer is still alive."""
     registry = _registry()
     registry.settle()
     return token in registry.owners

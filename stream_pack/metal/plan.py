@@ -1,4 +1,4 @@
-"""How a Mac will use a pack, foretold anywhere: the windows, what cannot be bound in place, what to beware of."""
+"""How a Mac will use a pack, predicted on any machine: windows, tensors that cannot be used in place, warnings."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from stream_pack.metal.rules import (
     plan_windows,
 )
 from stream_pack.reader.pack import Pack
-from stream_pack.text import human_nbytes, printable
+from stream_pack.text import counted, human_nbytes, printable
 
 __all__ = ["MAX_BUFFER_LENGTH", "MetalPlan", "PlannedWindow", "Unbound", "plan_metal"]
 
 MAX_BUFFER_LENGTH = 7 << 29
-"""3.5 GiB: ``maxBufferLength`` of the smallest Macs with Apple silicon.  What serves them serves all."""
+"""3.5 GiB: ``maxBufferLength`` of the smallest Macs with Apple silicon."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedWindow:
-    """One MTLBuffer, and the first and last of its ``tensors``.
+    """One MTLBuffer, and the names of the first and last of its ``tensors``.
 
     Units: bytes; ``file_offset`` counts from the pack's first byte; both are multiples of the page.
     """
@@ -44,7 +44,7 @@ class PlannedWindow:
 
 @dataclass(frozen=True, slots=True)
 class Unbound:
-    """A tensor that cannot be used where it lies, and why."""
+    """A tensor that cannot be used in place, and why."""
 
     name: str
     nbytes: int
@@ -55,8 +55,8 @@ class Unbound:
 class MetalPlan:
     """What :func:`stream_pack.metal.open` will do with a pack.
 
-    ``mapped_nbytes``: of all windows together; ``copied_nbytes``: of the ``unbound`` tensors, which have to be copied
-    to be used at all. ``own_buffers``: how many tensors can have an MTLBuffer that begins with them.
+    ``mapped_nbytes``: of all windows together; ``copied_nbytes``: of the ``unbound`` tensors, which must be copied to
+    be used.  ``own_buffers``: how many tensors can have an MTLBuffer that begins with them.
     """
 
     path: str
@@ -74,10 +74,10 @@ class MetalPlan:
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for a person."""
+        """One line of text."""
         count = len(self.windows)
         text = (
-            f"Metal: {count} {'window' if count == 1 else 'windows'} of at most "
+            f"Metal: {counted(count, 'window')} of at most "
             f"{human_nbytes(self.max_buffer_length)}, "
             f"{human_nbytes(self.mapped_nbytes)} mapped, {human_nbytes(self.copied_nbytes)} copied"
         )
@@ -86,7 +86,7 @@ class MetalPlan:
         return text
 
     def to_text(self) -> str:
-        """The windows and all there is to say, for a person."""
+        """The windows, tensors that cannot be used in place, and warnings, as text."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -98,10 +98,10 @@ class MetalPlan:
         for tensor in self.unbound:
             yield f"not in place: {printable(tensor.name)}, {tensor.nbytes} bytes: {tensor.reason}"
         for warning in self.warnings:
-            yield f"beware: {warning}"
+            yield f"warning: {warning}"
         yield (
             f"{self.own_buffers} of {self.tensors} tensors can have a buffer of their own; working set: "
-            f"{human_nbytes(self.mapped_nbytes)} (Macs recommend some two thirds to three quarters of their memory)"
+            f"{human_nbytes(self.mapped_nbytes)} (Macs recommend at most two thirds to three quarters of their memory)"
         )
         yield self.summary()
 
@@ -156,19 +156,19 @@ def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
     nbytes = index.tensor_nbytes
     long = nbytes >= OLD_NDARRAY_NBYTES
     if long.any():
-        yield f"4 GiB or more: MPS aborts before macOS 15 ({some(long)})"
+        yield f"4 GiB or more: MPS aborts on systems before macOS 15 ({some(long)})"
     for number, dtype in enumerate(index.dtype_names):
         tensors = index.tensor_dtypes == number
         if not tensors.any():
             continue
         if dtype not in MPS_DATA_TYPES:
-            yield f"MPS has no {dtype}: only kernels of your own can use it ({some(tensors)})"
+            yield f"MPS has no {dtype}: only your own kernels can use it ({some(tensors)})"
         elif dtype == "bfloat16":
             yield f"bfloat16 needs macOS 14 ({some(tensors)})"
     loose = held & (index.offsets % CONSTANT_ALIGNMENT != 0)
     if loose.any():
         yield (
-            f"not at a multiple of {CONSTANT_ALIGNMENT}, which Macs without Apple silicon want in constant space "
+            f"not at a multiple of {CONSTANT_ALIGNMENT}, which Macs without Apple silicon require in constant space "
             f"({some(loose)})"
         )
     if int(nbytes.sum()) > IOS_MAP_NBYTES:

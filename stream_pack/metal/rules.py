@@ -1,7 +1,7 @@
-"""What Metal asks of memory, as arithmetic: windows, checks, and the names of dtypes.
+"""What Metal requires of memory, as arithmetic: windows, checks, and the names of dtypes.
 
-Pure: nothing here knows a device, a file or the Objective-C runtime, so a plan for a Mac can be made and checked
-anywhere.
+Pure: nothing here uses a device, a file or the Objective-C runtime, so a plan for a Mac can be made and tested on any
+machine.
 
 Source: Apple's documentation of ``newBufferWithBytesNoCopy:length:options:deallocator:`` (pointer and length are
 multiples of the page, one VM region, at most ``maxBufferLength``) and of ``MPSDataType``.
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 NO_WINDOW = -1
-"""The window of a tensor that has none: it has no bytes, or more than a buffer may have."""
+"""The window of a tensor without one: it has no bytes, or more than a buffer may have."""
 
 CONSTANT_ALIGNMENT = 256
-"""Of an offset in ``setBuffer:offset:atIndex:``, constant space, on Macs without Apple silicon.  (Device space wants
+"""Of an offset in ``setBuffer:offset:atIndex:``, constant space, on Macs without Apple silicon.  (Device space requires
 the alignment of the element, at most 16, which every tensor of a pack has.)"""
 
 OLD_NDARRAY_NBYTES = 1 << 32
-"""From this length on MPSNDArray aborts, on systems before macOS 15: its lengths had 32 bits."""
+"""MPSNDArray aborts from this length on, on systems before macOS 15: its lengths had 32 bits."""
 
 IOS_MAP_NBYTES = 2 << 30
-"""About what an app may map on iOS without an entitlement."""
+"""About how much an app may map on iOS without an entitlement."""
 
 IOS_HINT = (
     "on iOS an app that maps more than about 2 GiB needs the entitlements "
@@ -77,7 +77,7 @@ MPS_DATA_TYPES: dict[str, int] = {
     "int4": 0x2000_0004,
     "uint4": 0x4,
 }
-"""MPSDataType of each dtype that MPS has.  The low byte counts bits; signed 0x20000000, float 0x10000000, complex
+"""MPSDataType of each dtype of MPS.  The low byte counts bits; signed 0x20000000, float 0x10000000, complex
 0x01000000, another encoding of the same bits 0x80000000.  (ExecuTorch's enum of the same name has other numbers.)"""
 
 
@@ -88,7 +88,7 @@ class Windows:
     ``of`` is the window of each tensor, :data:`NO_WINDOW` for one without bytes or too large for any.  ``members`` has
     the numbers of the others, a row for each window.
 
-    Units: bytes, counted as the offsets that were planned; every begin and end is a multiple of the page.
+    Units: bytes, from the origin of the planned offsets; every begin and end is a multiple of the page.
     """
 
     begins: NDArray[np.int64]
@@ -125,24 +125,25 @@ def check_limit(max_buffer_length: int) -> int:
 def plan_windows(
     offsets: NDArray[np.int64], nbytes: NDArray[np.int64], *, max_buffer_length: int
 ) -> Windows:
-    """Few windows, each at most ``max_buffer_length`` long, so that every tensor lies whole in one.
+    """As few windows as possible, each at most ``max_buffer_length`` long, so that each tensor is whole in one.
 
-    Greedy, which no plan that keeps the order can beat: a window starts at the page of its first tensor and takes
-    tensors while the page where they end still fits.  Two neighbours may share one page, which is then in both.
-    Tensors may come in any order and lie inside one another.
+    Greedy, which is optimal among plans that keep the order: a window starts at the page of its first tensor and takes
+    tensors while the page of their end fits.  Two neighbours may share one page, which is then in both.
+    Tensors may be in any order and inside one another.
 
     Units: bytes; offsets from a point that is page-aligned in memory.
-    Cost: one sort, and a binary search a window: a few milliseconds for 100,000 tensors.
+    Cost: one sort, and a binary search per window: a few milliseconds for 100,000 tensors.
     Raises: LimitError for a limit below one page.
     """
     limit = check_limit(max_buffer_length)
     pages = offsets & -PAGE_NBYTES
     of = np.full(len(offsets), NO_WINDOW, np.int64)
-    fits = np.flatnonzero((nbytes > 0) & (align_up(offsets + nbytes, PAGE_NBYTES) - pages <= limit))
+    # Limit and begin are whole pages, so the end need not be rounded up to one.
+    fits = np.flatnonzero((nbytes > 0) & (offsets + nbytes - pages <= limit))
     order = fits[np.argsort(offsets[fits], kind="stable")]
     starts = pages[order].tolist()
-    # A tensor that opens a window ends behind all before it (had another reached as far, this one would have
-    # fitted with it), so one running maximum serves all windows.
+    # A tensor that opens a window ends after all before it (if another reached as far, this one would have fitted
+    # with it), so one running maximum serves all windows.
     reach = np.maximum.accumulate(align_up(offsets[order] + nbytes[order], PAGE_NBYTES)).tolist()
     begins: list[int] = []
     ends: list[int] = []
@@ -170,7 +171,7 @@ def too_large(tensors: tuple[str, ...], *, nbytes: int, max_buffer_length: int) 
     return TensorTooLarge(
         f"tensor {quoted(tensors[0])}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, exceed "
         f"the {max_buffer_length} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
-        "matrix of a fused projection), or use a machine with more memory, whose limit is higher",
+        "matrix of a fused projection), or use a machine with more memory, which has a higher limit",
         tensors=tensors,
         nbytes=nbytes,
         limit=max_buffer_length,
@@ -185,25 +186,25 @@ def check_range(
     page_nbytes: int,
     max_buffer_length: int,
 ) -> None:
-    """Prove, before Metal is asked, that a range of memory can be an MTLBuffer without a copy.
+    """Prove, before Metal is called, that a range of memory can be an MTLBuffer without a copy.
 
-    Newer systems accept much of what the documentation forbids, and fail later or elsewhere.  ``memory`` is the
-    mapping that the range must lie in: half-open, in addresses.
+    Newer systems accept much that the documentation forbids, and fail later.  ``memory`` is the mapping that must
+    contain the range: half-open, in addresses.
 
     Raises: MetalBufferError for an empty range, one outside ``memory``, or one longer than ``max_buffer_length``;
     AlignmentError.
     """
     if nbytes <= 0:
         raise MetalBufferError(
-            f"an MTLBuffer of {nbytes} bytes: Metal has none; a tensor without bytes needs no buffer",
+            f"an MTLBuffer of {nbytes} bytes: Metal has no empty buffers; a tensor without bytes needs none",
             address=address,
             nbytes=nbytes,
         )
     for what, value in (("address", address), ("length", nbytes)):
         if value % page_nbytes:
             raise AlignmentError(
-                f"the {what} {value:#x} is not a multiple of the page ({page_nbytes} bytes), as memory of an MTLBuffer "
-                "must be; map the file from a page boundary, and round up to one",
+                f"the {what} {value:#x} is not a multiple of the page ({page_nbytes} bytes), as an MTLBuffer requires; "
+                "map the file from a page boundary, and round the length up to one",
                 value=value,
                 alignment=page_nbytes,
             )

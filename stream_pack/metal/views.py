@@ -25,7 +25,7 @@ def no_buffer(name: str, shape: tuple[int, ...]) -> MetalBufferError:
 class MetalView:
     """A tensor of a pack, as Metal binds it: ``setBuffer(view.buffer.pointer, view.offset, index)``.
 
-    Units: bytes; ``offset`` counts from the first byte of :attr:`buffer`, which is where Metal wants it from.
+    Units: bytes; ``offset`` counts from the first byte of :attr:`buffer`, as Metal requires.
     Copies: none.
     Lifetime: the view holds the buffer, the buffer holds the memory.
     """
@@ -44,9 +44,9 @@ class MetalView:
 
     @property
     def buffer(self) -> Buffer:
-        """The MTLBuffer that the tensor lies in, with others.
+        """The MTLBuffer that contains the tensor, with others.
 
-        Raises: MetalBufferError for a tensor of 0 bytes, because Metal has no buffer for that.
+        Raises: MetalBufferError for a tensor of 0 bytes, for which Metal has no buffer.
         """
         if self._buffer is None:
             raise no_buffer(self.name, self.shape)

@@ -1,4 +1,4 @@
-"""A pack on the GPU: a few large MTLBuffers over its mapping, and for each tensor a buffer and an offset."""
+"""The public entry point for Metal: a few large MTLBuffers over a pack, and a buffer and an offset per tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stream_pack.metal.rules import (
 from stream_pack.metal.views import MetalView, no_buffer
 from stream_pack.reader.pack import Pack, Verify
 from stream_pack.reader.pack import open as open_pack
-from stream_pack.text import human_nbytes, listed, quoted
+from stream_pack.text import counted, human_nbytes, listed, quoted
 
 __all__ = ["Weights", "open"]
 
@@ -48,17 +48,17 @@ def open(
     offset: int = 0,
     nbytes: int | None = None,
 ) -> Weights:
-    """Make the tensors of a pack available to the GPU where they lie.
+    """Make the tensors of a pack available to the GPU in place.
 
     ``source``: a path, for which ``verify``, ``offset`` and ``nbytes`` are those of :func:`stream_pack.open` (with
-    ``verify="lazy"`` a tensor's blocks are proved before it is first handed out), or an open pack, which stays the
-    caller's.  A pack inside another file must begin at a page there.
-    ``device``: None is the system's default.  ``max_buffer_length``, in bytes, makes windows smaller than the device
+    ``verify="lazy"`` a tensor's blocks are proved before its first use), or an open pack, which the caller closes.
+    A pack inside another file must begin at a page there.
+    ``device``: None for the system's default.  ``max_buffer_length``, in bytes, makes windows smaller than the device
     allows.  ``allow_discrete`` permits a GPU without unified memory, which reads over PCIe, about 25 times slower.
     ``residency`` keeps the buffers resident (see :class:`Residency`).
 
     Copies: none.
-    Warns: RuntimeWarning when the windows exceed what the device recommends to use at once.
+    Warns: RuntimeWarning when the windows exceed the working set that the device recommends.
     Raises: MetalUnavailable, TensorTooLarge (naming all that are), AlignmentError, MetalBufferError, LimitError for a
     ``max_buffer_length`` below one page, OptionError for an option that has no meaning; what :func:`stream_pack.open`
     raises.
@@ -66,8 +66,8 @@ def open(
     device = device or Device.default()
     if not device.has_unified_memory and not allow_discrete:
         raise MetalUnavailable(
-            f"{device.name} has memory of its own: it would read every weight over PCIe each time; pass "
-            "allow_discrete=True if that will do, or copy the weights into its memory"
+            f"{device.name} is a discrete GPU: it would read every weight over PCIe each time; pass "
+            "allow_discrete=True to accept that, or copy the weights into its memory"
         )
     limit = check_limit(device.max_buffer_length)
     if max_buffer_length is not None:
@@ -75,23 +75,24 @@ def open(
     if isinstance(source, Pack):
         if (verify, offset, nbytes) != ("never", 0, None):
             raise OptionError(
-                "verify, offset and nbytes go to stream_pack.open, which has been called"
+                "verify, offset and nbytes belong to stream_pack.open, which has been called"
             )
         return Weights(source, device, limit, residency=residency, owns_pack=False)
     with ExitStack() as undo:
         pack = undo.enter_context(open_pack(source, offset=offset, nbytes=nbytes, verify=verify))
         weights = Weights(pack, device, limit, residency=residency, owns_pack=True)
-        undo.pop_all()  # from here on the pack is the weights' to release
+        undo.pop_all()  # from here on the weights release the pack
     return weights
 
 
 class Weights(Mapping[str, MetalView]):
-    """A pack whose tensors the GPU reads in place: names to :class:`MetalView`, in the pack's order.
+    """A pack whose tensors the GPU reads in place: names to :class:`MetalView`, in file order.
 
     Made by :func:`open`.
 
-    Lifetime: the memory goes when the deallocator of the last MTLBuffer over it has run, however long command buffers,
-    views or other libraries hold one.  Leaving a ``with`` block never raises for that; :meth:`close` does.
+    Lifetime: the memory is unmapped when the deallocator of the last MTLBuffer over it has run, however long command
+    buffers, views or other libraries hold one.  Leaving a ``with`` block never raises because of that; :meth:`close`
+    does.
     Raises (everything but :meth:`close`): StateError once closed; MetalUnavailable in a forked child.
     """
 
@@ -100,8 +101,8 @@ class Weights(Mapping[str, MetalView]):
     ) -> None:
         if pack.offset % mmap.PAGESIZE:
             raise AlignmentError(
-                f"{pack.path}: the pack begins at byte {pack.offset}, and only at a multiple of {mmap.PAGESIZE} could "
-                "it be used in place; align the segment that holds it, or copy the pack into a file of its own",
+                f"{pack.path}: the pack begins at byte {pack.offset}, not at a multiple of {mmap.PAGESIZE}, and cannot "
+                "be used in place; align the segment that holds it, or copy the pack into its own file",
                 value=pack.offset,
                 alignment=mmap.PAGESIZE,
             )
@@ -111,19 +112,19 @@ class Weights(Mapping[str, MetalView]):
         self._plan = _plan(pack, limit)
         self._owns_pack = owns_pack
         self._closed = False
-        # Buffers held for the next who asks; those of single tensors live only while somebody has them.
+        # Windows are kept; buffers of single tensors live only while they are used.
         self._windows: dict[int, Buffer] = {}
         self._own: weakref.WeakValueDictionary[tuple[int, int], Buffer] = (
             weakref.WeakValueDictionary()
         )
-        # Every buffer made over a range of memory, by its token: another who has opened the pack may have more.
+        # The tokens of every buffer made over a range of memory: another Weights may have made more over it.
         self._made: dict[tuple[int, int], list[int]] = {}
-        # For messages: the tensors handed out with each range of memory.
+        # For messages: the tensors that used each range of memory.
         self._users: dict[tuple[int, int], set[int]] = {}
         self._lock = threading.RLock()
         self._residency: Residency | None = None
         self._warn_of_working_set()
-        # All of them now: what Metal refuses is known before the first tensor is asked for.
+        # All of them now: a refusal by Metal is known before the first tensor is used.
         buffers = self._all_windows()
         if residency:
             self._residency = Residency(device, buffers)
@@ -141,8 +142,8 @@ class Weights(Mapping[str, MetalView]):
         recommended = self.device.recommended_working_set
         if total > recommended:
             warnings.warn(
-                f"{self.pack.path}: the windows have {human_nbytes(total)}, {self.device.name} recommends to use "
-                f"no more than {human_nbytes(recommended)} at once; expect pages to be read again and again",
+                f"{self.pack.path}: the windows have {human_nbytes(total)}, more than the working set that "
+                f"{self.device.name} recommends ({human_nbytes(recommended)}): expect pages to be read repeatedly",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -154,9 +155,9 @@ class Weights(Mapping[str, MetalView]):
 
     @property
     def windows(self) -> tuple[Buffer, ...]:
-        """The buffers that together hold all tensors, in the order of the file.
+        """The buffers that together hold all tensors, in file order.
 
-        Nothing in them is proved, whatever the pack was opened with.
+        Nothing in them is verified, even with ``verify="lazy"``.
         """
         self._require_open()
         buffers = self._all_windows()
@@ -189,7 +190,7 @@ class Weights(Mapping[str, MetalView]):
         view = self.pack[name]
         buffer, offset = None, 0
         if view.nbytes:
-            view.raw()  # proves the bytes, when the pack was opened so
+            view.raw()  # verifies the bytes if the pack was opened with verify="lazy"
             tensor = self._number(name)
             window = int(self._plan.of[tensor])
             buffer = self._window(window)
@@ -202,7 +203,7 @@ class Weights(Mapping[str, MetalView]):
     def own_buffer(self, name: str) -> Buffer:
         """An MTLBuffer that begins with this tensor, and ends with the page where the tensor ends.
 
-        For what takes no offset: MPSGraphTensorData, MTLTensor for machine learning.  A process can have some 500,000
+        For APIs without an offset: MPSGraphTensorData, MTLTensor for machine learning.  A process can have some 500,000
         buffers; for thousands of tensors use the windows.
         Copies: none.
         Raises: UnknownTensorError; AlignmentError unless the tensor starts at a page, as those of 1 MiB and more do;
@@ -251,10 +252,10 @@ class Weights(Mapping[str, MetalView]):
         return iter(self.pack)
 
     def close(self) -> None:
-        """Let the buffers go and unmap the file.  Nothing happens when already closed.
+        """Release the buffers and unmap the file.  Does nothing when already closed.
 
-        Raises: MappingInUse, which names the tensors, while any MTLBuffer lives that was handed out here: a view, a
-        command buffer in flight, or another library may hold it.  The weights stay open then, without their residency.
+        Raises: MappingInUse, which names the tensors, while any of the MTLBuffers is alive: a view, a command buffer in
+        flight, or another library may hold it.  The weights then stay open, without their residency.
         """
         if self._closed:
             return
@@ -262,7 +263,7 @@ class Weights(Mapping[str, MetalView]):
         self._end_residency()
         with self._lock:
             self._windows.clear()
-            # A copy: another thread may be handed out a tensor meanwhile.
+            # A copy: another thread may get a tensor during the loop.
             live = [key for key in list(self._users) if any(map(objc.kept, self._made[key]))]
             if live:
                 raise self._in_use(live)
@@ -275,9 +276,10 @@ class Weights(Mapping[str, MetalView]):
         tensors = sorted(set().union(*(self._users[key] for key in live)))
         names = tuple(index.name(tensor) for tensor in tensors)
         return MappingInUse(
-            f"{self.pack.path} cannot be closed while MTLBuffers over it live ({len(live)}, handed out for "
-            f"{listed(names)}); drop views, buffers and arrays of other libraries, wait for "
-            "command buffers; or leave the with block without close(): then the memory goes with the last of them",
+            f"{self.pack.path} cannot be closed while {counted(len(live), 'MTLBuffer')} over it "
+            f"{'is' if len(live) == 1 else 'are'} alive (for {listed(names)}); drop views, buffers and arrays of other "
+            "libraries, and wait for command buffers; or leave the with block without close(), which unmaps the file "
+            "when the last one is released",
             tensors=names,
         )
 

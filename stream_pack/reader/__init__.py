@@ -1,1 +1,10 @@
-"""Everything that maps packs and hands out their tensors.  Never imports :mod:`stream_pack.writer`."""
+"""What maps a pack and gives its tensors to NumPy and PyTorch.
+
+* ``pack``, ``safe_open``: the public entry points, :func:`stream_pack.open` and the API of safetensors.
+* ``opening``, ``mapping``: what is proved of a file on opening; its memory.
+* ``lending``, ``views``, ``tensors``: memory that is in use; tensors and slices of them; torch storages.
+* ``verify``, ``damage``, ``blocks``: all checksums and rules of the format, the report, and lazy verification.
+* ``payload``, ``survey_file``, ``verify_et_file``: files as ExecuTorch writes them.
+
+Above ``format`` and ``et_files``; never imports ``pipeline``, ``sources`` or ``writer``.
+"""

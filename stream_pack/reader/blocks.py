@@ -1,4 +1,4 @@
-"""The blocks of a mapped pack: their checksums, and a check of each before its first byte is handed out."""
+"""The blocks of a mapped pack: their checksums, and a check of each block before its first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BlockCheck", "block_checksums"]
 
 
 def block_checksums(mapping: Mapping, head: Head) -> NDArray[np.uint64]:
-    """The checksums section, one entry a block, in place and not proved."""
+    """The checksums section, one entry per block, in place and unproved."""
     nbytes = head.index.checksums_nbytes
     if not nbytes:
         return np.empty(0, np.uint64)
@@ -24,7 +24,7 @@ def block_checksums(mapping: Mapping, head: Head) -> NDArray[np.uint64]:
 
 
 class BlockCheck:
-    """Checks each block at most once, before the first byte of it is handed out."""
+    """Checks each block at most once, before its first use."""
 
     def __init__(self, mapping: Mapping, head: Head) -> None:
         # Copied: a live array of the mapping would keep it from being closed.
@@ -37,7 +37,7 @@ class BlockCheck:
     def check(self, mapping: Mapping, buffer: int, begin: int, end: int) -> None:
         """Prove the bytes ``[begin, end)`` of a buffer, ``begin < end``.
 
-        Raises: ChecksumError, again each time it is asked for the damaged block.
+        Raises: ChecksumError, each time for the same damaged block.
         """
         index = self._head.index
         base = index.first_block(buffer)

@@ -11,11 +11,11 @@ __all__ = ["Damage", "VerifyReport", "hiding_the_rest"]
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One thing that is not as it was written, or not as the format has it.
+    """One difference from what was written, or from what the format allows.
 
     ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
     ``"block"``, ``"checksums"`` or ``"footer"``; in files that ExecuTorch wrote also ``"constant"``, ``"range"`` and
-    ``"segment"``.  ``tensors`` are those that are hit, as far as that is known.
+    ``"segment"``.  ``tensors`` are those affected, as far as that is known.
     ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
     100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises.
 
@@ -38,7 +38,7 @@ class Damage:
 
     @property
     def message(self) -> str:
-        """What is wrong, where, and whose bytes it hits."""
+        """What is wrong, where, and which tensors it affects."""
         return str(self.error)
 
     def to_json(self) -> dict[str, object]:
@@ -64,7 +64,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was verified, and all damage that was found, in the order of the file.
+    """What was verified, and all damage found, in file order.
 
     ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and their bytes.  ``complete`` is False
     when the damage hides where the rest is, so that it could not be verified.

@@ -1,4 +1,4 @@
-"""Lending out the memory of an open pack, and knowing who still holds some of it."""
+"""The memory of an open pack: given to callers, and tracked while they use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Contents", "Lender"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """What an open file holds: an index, and the region it speaks of.
+    """What an open file holds: an index, and the region that it describes.
 
     ``head`` and ``checksum`` (the footer's) are None for a raw payload, which has no index of its own.  ``faults`` says
     why a tensor's bytes are not what its dtype and shape promise; no pack has any.
@@ -47,7 +47,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """All that goes when a pack is closed: looked up once a call, because another thread may close it meanwhile."""
+    """All that closing drops.  Every call reads it once, because another thread may close the pack."""
 
     mapping: Mapping
     contents: Contents
@@ -57,16 +57,17 @@ class _Open:
 class Lender:
     """The memory of one open pack.
 
-    Lifetime: what is lent keeps the memory by itself.  :meth:`release` only forgets; :meth:`close` unmaps, or refuses.
-    Raises (what lends): StateError once closed, also by another thread.
+    Lifetime: arrays and storages keep the memory mapped.  :meth:`release` only drops this object's own reference;
+    :meth:`close` unmaps, or refuses.
+    Raises (every method that returns memory): StateError once closed, also by another thread.
     """
 
     def __init__(self, mapping: Mapping, contents: Contents, check: BlockCheck | None) -> None:
         self._file = mapping.file
         self._state: _Open | None = _Open(mapping, contents, check)
         self._storages = Storages()
-        # Arrays that were lent, by id, which is theirs alone while they live, and the tensors they were lent for: one
-        # number, or a set of several.  As few objects as can be: there may be a hundred thousand entries.
+        # Arrays in use, by id (unique while they are alive), and the tensors they are for: one number, or a set of
+        # several.  As few objects as possible: there may be a hundred thousand entries.
         lent: dict[int, weakref.KeyedRef[int, NDArray[np.uint8]]] = {}
         users: dict[int, int | set[int]] = {}
 
@@ -75,8 +76,8 @@ class Lender:
             users.pop(ref.key, None)
 
         self._lent, self._users, self._forget = lent, users, forget
-        # The array that each torch storage was made over, and the tensors it was lent for, by buffer.  The storage may
-        # outlive the array: torch.multiprocessing moves what it sends into memory of its own.
+        # The array below each torch storage, and the tensors it is for, by buffer.  The storage may outlive the array:
+        # torch.multiprocessing moves what it sends into other memory.
         self._storage_arrays: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._storage_users: dict[int, int | set[int]] = {}
         self._lock = threading.RLock()
@@ -98,7 +99,7 @@ class Lender:
 
     @property
     def contents(self) -> Contents:
-        """What is in it.  Raises: StateError once closed."""
+        """Index and region.  Raises: StateError once closed."""
         return self._open().contents
 
     def _open(self) -> _Open:
@@ -127,9 +128,9 @@ class Lender:
         return array
 
     def range(self, file_offset: int, nbytes: int, tensors: Iterable[int]) -> NDArray[np.uint8]:
-        """Bytes of the pack, whatever they are, in place and read-only; no checksum is looked at.
+        """Any bytes of the pack, in place and read-only; no checksum is checked.
 
-        ``tensors``: whose bytes :meth:`close` shall say these are.  Raises: StateError, TruncatedError.
+        ``tensors``: those that :meth:`close` names for them.  Raises: StateError, TruncatedError.
         """
         mapping = self.mapping
         mapping.file.check_available()
@@ -138,10 +139,9 @@ class Lender:
         return array
 
     def storage(self, tensor: int, start: int, nbytes: int) -> tuple[torch.UntypedStorage, int]:
-        """The storage of a tensor's buffer, copy-on-write, and where in it byte ``start`` of the tensor stands.
+        """The storage of a tensor's buffer, copy-on-write, and the offset in it of byte ``start`` of the tensor.
 
-        Only ``nbytes`` bytes from there on are proved, and at least one is asked for.  Raises: StateError,
-        ChecksumError.
+        Only ``nbytes`` bytes from there are proved, at least one.  Raises: StateError, ChecksumError.
         """
         state = self._open()
         _prove(state, tensor, start, nbytes)
@@ -169,7 +169,7 @@ class Lender:
         fault = self.contents.faults.get(tensor)
         if fault is not None:
             raise FormatError(
-                f"{self.path}: tensor {quoted(name)} {fault}; .raw() gives its bytes as they are"
+                f"{self.path}: tensor {quoted(name)} {fault}; .raw() returns its bytes unchanged"
             )
 
     def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
@@ -180,7 +180,7 @@ class Lender:
     def close(self) -> None:
         """Unmap now.  Nothing happens when already closed.
 
-        Raises: MappingInUse, and closes nothing, when something that was lent lives.
+        Raises: MappingInUse, and closes nothing, while an array or storage is alive.
         """
         state = self._state
         if state is None:
@@ -190,7 +190,7 @@ class Lender:
             tensors = set().union(*(users if isinstance(users, set) else {users} for users in held))
             names = tuple(state.contents.index.name(tensor) for tensor in sorted(tensors))
             raise MappingInUse(
-                f"{self.path} cannot be closed while arrays or tensors of it live: {listed(names)}; drop them "
+                f"{self.path} cannot be closed while arrays or tensors of it are alive: {listed(names)}; drop them "
                 "first, or leave the with block without close(), which unmaps the file when the last one is released",
                 tensors=names,
             )
@@ -198,13 +198,13 @@ class Lender:
         self._state = None
 
     def release(self) -> None:
-        """Lend no more; the memory goes with the last of what was lent."""
+        """Close for new use; the memory is unmapped when the last array or storage is released."""
         state, self._state = self._state, None
         if state is not None:
             state.mapping.release()
 
     def _held(self) -> list[int | set[int]]:
-        """The tensors whose memory somebody holds, as often as it was lent."""
+        """The tensors whose memory is in use, once per array or storage."""
         with self._lock:
             return [
                 *self._users.values(),

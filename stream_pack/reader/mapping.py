@@ -1,7 +1,6 @@
 """Files as memory: a range of a file mapped read-only and shared, and on demand private and copy-on-write.
 
-:class:`FileRange` is an open file from some byte on; :class:`Mapping` is its memory.  Arrays that a mapping hands out
-keep the memory alive by themselves.
+:class:`FileRange` is a range of an open file; :class:`Mapping` is its memory.  Arrays of a mapping keep it mapped.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ __all__ = ["FileRange", "Mapping", "map_shared"]
 class FileRange:
     """The bytes of a regular file from ``offset`` on, open for reading.
 
-    ``name`` is the path as it was given, ``path`` the absolute one.  ``available`` is how many bytes there were when
-    it was opened: up to the file's end, or the ``nbytes`` asked for, whichever is less.  ``identity`` tells one state
-    of one file from another.
+    ``name`` is the path as given, ``path`` the absolute one.  ``available`` is how many bytes there were on opening: up
+    to the file's end, at most ``nbytes``.  ``identity`` distinguishes states of a file.
 
     Units: bytes; ``offset`` counts from the file's first byte.
     Raises: OptionError for a negative number; OSError, also for anything but a regular file, because only those can be
@@ -48,13 +46,11 @@ class FileRange:
         self._close = weakref.finalize(self, os.close, self._fd)
         # Reentrant, as all locks here: a finalizer that closes the pack may run wherever memory is allocated.
         self._lock = threading.RLock()
-        status = os.fstat(self._fd)  # of what was opened, whatever stands at the path by now
+        status = os.fstat(self._fd)  # of what was opened: the path may be another file by now
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(
-                errno.EINVAL, "not a regular file, and nothing else can be mapped", self.path
-            )
+            raise OSError(errno.EINVAL, "not a regular file: nothing else can be mapped", self.path)
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         room = max(0, status.st_size - offset)
         self.available = room if nbytes is None else min(nbytes, room)
@@ -74,7 +70,7 @@ class FileRange:
         return b"".join(parts)
 
     def check_available(self) -> None:
-        """Prove that nobody made the file shorter: touching a mapped page behind its end is a bus error.
+        """Prove that the file was not truncated: touching a mapped page past its end is a bus error.
 
         Raises: TruncatedError.
         """
@@ -83,7 +79,7 @@ class FileRange:
             actual = os.fstat(fd).st_size
         if actual < end:
             raise TruncatedError(
-                f"{self.path} was made shorter while it was open: expected {end} bytes, found {actual}; replace a pack "
+                f"{self.path} was truncated while it was open: expected {end} bytes, found {actual}; replace a pack "
                 "by renaming a new one over it, never in place",
                 expected_nbytes=end,
                 actual_nbytes=actual,
@@ -91,14 +87,14 @@ class FileRange:
 
     @contextmanager
     def descriptor(self) -> Iterator[int]:
-        """The descriptor, which stays open meanwhile: a closed one's number may be another file's."""
+        """The descriptor, kept open inside the ``with``: once closed, its number may be another file's."""
         with self._lock:
             if not self._close.alive:
                 raise self.closed_error()
             yield self._fd
 
     def closed_error(self) -> StateError:
-        """The error of using it once it is closed."""
+        """The error for use after closing."""
         return StateError(f"{self.path} is closed: open it again")
 
     def close(self) -> None:
@@ -115,13 +111,13 @@ def map_shared(file: FileRange, nbytes: int) -> NDArray[np.uint8]:
 class Mapping:
     """The first ``nbytes`` of a file range as memory.
 
-    Two maps of the same pages: a shared one that nobody can write to, and, made when it is first asked for, a private
-    one where a page that is written to becomes a copy that the file never sees.
+    Two maps of the same pages: a shared, read-only one, and, made on first use, a private one, in which a page becomes
+    a copy when it is written to; the file never changes.
 
     Units: bytes; file offsets count from the range's first byte.
     Copies: none.
-    Lifetime: every array handed out keeps its map open; :meth:`release` leaves them be, :meth:`close` refuses while
-    there are any.
+    Lifetime: every array keeps its map open; :meth:`release` leaves arrays valid, :meth:`close` refuses while there
+    are any.
     Raises: StateError once closed or released, also by another thread.
     """
 
@@ -152,7 +148,7 @@ class Mapping:
                     self._private_refused = True
             if self._private is not None:
                 return self._array(self._private, file_offset, nbytes)
-        # The system promises no private copy of so much: then of just what is needed.
+        # The system refuses a private map of all: map just what is needed.
         return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
 
     def _array(
@@ -167,7 +163,7 @@ class Mapping:
             raise
 
     def release(self) -> None:
-        """Let go of the maps: each goes at once, or with the last array of it."""
+        """Release the maps: each is unmapped now, or when its last array is released."""
         with self._lock:
             self._shared = self._private = None
             self.file.close()
@@ -175,7 +171,7 @@ class Mapping:
     def close(self) -> None:
         """Unmap now.
 
-        Raises: MappingInUse, and closes nothing of the map in use, when arrays of it live.
+        Raises: MappingInUse while arrays are alive; the map in use stays open.
         """
         with self._lock:
             try:
@@ -186,7 +182,7 @@ class Mapping:
                     self._shared[0].close()
             except BufferError:
                 raise MappingInUse(
-                    f"{self.file.path} is still in use: an array of its memory lives", tensors=()
+                    f"{self.file.path} is still in use: an array of its memory is alive", tensors=()
                 ) from None
         self.release()
 
@@ -196,9 +192,9 @@ def _array(mapped: mmap.mmap, begin: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def _map(file: FileRange, file_offset: int, nbytes: int, *, private: bool) -> tuple[mmap.mmap, int]:
-    """A map that contains ``[file_offset, file_offset + nbytes)`` of the range, and where in the map that begins."""
+    """A map that contains ``[file_offset, file_offset + nbytes)`` of the range, and the offset of that in the map."""
     begin = file.offset + file_offset
-    # Maps begin at pages of the machine that reads, which a pack inside another file need not do.
+    # A map begins at a page of this machine; a pack inside another file may not.
     delta = begin % mmap.ALLOCATIONGRANULARITY
     flags = mmap.MAP_PRIVATE | _map_noreserve() if private else mmap.MAP_SHARED
     prot = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
@@ -212,9 +208,9 @@ def _map(file: FileRange, file_offset: int, nbytes: int, *, private: bool) -> tu
 
 
 def _map_noreserve() -> int:
-    """MAP_NORESERVE, which the mmap module knows from Python 3.13 on.
+    """MAP_NORESERVE, which the mmap module has from Python 3.13 on.
 
-    Without it Linux wants memory or swap for every page that might be written to: a file larger than both is refused.
+    Without it Linux reserves memory or swap for every page that might be written to, and refuses a larger file.
     """
     known: int | None = getattr(mmap, "MAP_NORESERVE", None)
     if known is not None:

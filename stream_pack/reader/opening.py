@@ -47,10 +47,10 @@ def read_footer(file: FileRange, head: Head) -> bytes:
 
 @contextmanager
 def naming(file: FileRange) -> Iterator[None]:
-    """Put the file's name in front of what an error of this package says."""
+    """Prefix the message of an error of this package with the file's name."""
     try:
         yield
-    except StateError:  # names it itself
+    except StateError:  # has the name already
         raise
     except StreamPackError as error:
         where = f"{file.name} at byte {file.offset}" if file.offset else file.name

@@ -47,14 +47,14 @@ def open(
 ) -> Pack:
     """Map a pack.
 
-    ``offset`` and ``nbytes`` say where it stands inside another file; without ``nbytes`` its own length counts.
-    Bytes that follow it are an error only where neither is given.
+    ``offset`` and ``nbytes`` say where it is inside another file; without ``nbytes`` its own length counts.  Bytes that
+    follow it are an error only if neither is given.
 
-    ``verify``: ``"never"`` proves the head and every bound; ``"lazy"`` proves also the root checksum now and each
-    block before a byte of it is handed out; ``"full"`` proves everything now.
+    ``verify``: ``"never"`` proves the head and every bound; ``"lazy"`` also the root checksum now, and each block
+    before its first use; ``"full"`` proves everything now.
 
-    ``kind``: ``"mps"`` and ``"xnnpack"`` open a raw delegate payload of ExecuTorch, whose tensors are named by their
-    numbers, ``"ptd"`` one of its data files.  Nothing in these can be verified.
+    ``kind``: ``"mps"`` and ``"xnnpack"`` open a raw delegate payload of ExecuTorch, whose tensors are named by number,
+    ``"ptd"`` one of its data files.  These have no checksums to verify.
 
     Units: bytes; ``offset`` counts from the file's first byte.
     Copies: none.
@@ -107,7 +107,7 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a pack was opened from, so that another process can open it again."""
+    """How a pack was opened, so that another process can open it again."""
 
     path: str
     offset: int
@@ -147,13 +147,13 @@ class _Items(ItemsView[str, View]):
 
 
 class Pack(Mapping[str, View]):
-    """An open pack: names to :class:`View`, in the order in which the tensors stand in the file.
+    """An open pack: names to :class:`View`, in file order.
 
     Made by :func:`open`.  Pickling keeps the path, and unpickling opens the same file again.
 
-    Lifetime: what its views hand out keeps the memory by itself.  Leaving a ``with`` block never raises for that;
-    :meth:`close` does, because it unmaps now.
-    Raises (everything but :meth:`close`): StateError once closed, also when another thread closes it meanwhile.
+    Lifetime: arrays and tensors of its views keep the memory mapped.  Leaving a ``with`` block never raises because of
+    them; :meth:`close` does, because it unmaps now.
+    Raises (everything but :meth:`close`): StateError once closed, also by another thread.
     """
 
     _lender: Lender
@@ -176,7 +176,7 @@ class Pack(Mapping[str, View]):
 
     @property
     def offset(self) -> int:
-        """Where in the file the pack begins, in bytes: what its file offsets count from."""
+        """File offset of the pack's first byte; its own file offsets count from there."""
         return self._origin.offset
 
     @property
@@ -220,11 +220,11 @@ class Pack(Mapping[str, View]):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The text that its writer attached to the pack; a copy."""
+        """The text attached to the pack; a copy."""
         return self._contents.index.notes()
 
     def notes(self, name: str) -> dict[str, str]:
-        """The text that belongs to one tensor; a copy.  Raises: UnknownTensorError."""
+        """The text attached to a tensor; a copy.  Raises: UnknownTensorError."""
         return self._contents.index.notes(self._find(name))
 
     def _find(self, name: object) -> int:
@@ -253,62 +253,62 @@ class Pack(Mapping[str, View]):
         return map(index.name, range(len(index)))
 
     def _views(self) -> Iterator[View]:
-        # By number: finding each by its name would take a search each.
+        # By number: no search for each name.
         return (view_of(self._lender, tensor, name) for tensor, name in enumerate(self))
 
     def values(self) -> ValuesView[View]:
-        """All tensors, in the order of the file."""
+        """All tensors, in file order."""
         return _Values(self)
 
     def items(self) -> ItemsView[str, View]:
-        """All names with their tensors, in the order of the file."""
+        """All names with their tensors, in file order."""
         return _Items(self)
 
     def get_slice(self, name: str) -> TensorSlice:
-        """A tensor to be sliced: ``pack.get_slice("wq")[0:128]`` touches (and proves) only those rows.
+        """A tensor to be sliced: ``pack.get_slice("wq")[0:128]`` reads (and proves) only those rows.
 
         Raises: UnknownTensorError.
         """
         return TensorSlice(self[name])
 
     def memory(self, file_offset: int, nbytes: int, *, tensors: Iterable[int]) -> NDArray[np.uint8]:
-        """Bytes of the pack where they are mapped, read-only and shared: for who needs an address, as Metal does.
+        """Bytes of the pack where they are mapped, read-only and shared: for uses that need an address, such as Metal.
 
-        ``tensors``: numbers (in the pack's order) of those that :meth:`close` names while the array lives.  Nothing is
-        verified, whatever the pack was opened with.
+        ``tensors``: numbers (in file order) of those that :meth:`close` names while the array is alive.  Nothing is
+        verified, even with ``verify="lazy"``.
 
         Units: bytes; ``file_offset`` counts from the pack's first byte.
         Copies: none.
-        Lifetime: the array keeps the memory by itself.
-        Raises: OptionError for a range that is empty or not inside the pack; TruncatedError when the file was made
-        shorter meanwhile.
+        Lifetime: the array keeps the memory mapped.
+        Raises: OptionError for a range that is empty or not inside the pack; TruncatedError when the file was truncated
+        since it was opened.
         """
         if file_offset < 0 or nbytes < 1 or file_offset + nbytes > self.nbytes:
             raise OptionError(
-                f"bytes {file_offset} to {file_offset + nbytes} are not inside the pack's {self.nbytes}"
+                f"bytes {file_offset} to {file_offset + nbytes} are not inside the pack, which has {self.nbytes}"
             )
         return self._lender.range(file_offset, nbytes, tensors)
 
     def materialize(self) -> dict[str, torch.Tensor]:
-        """Copies of all tensors in memory of their own; the file may change or go.  What is shared stays shared.
+        """Copies of all tensors, independent of the file.  Tensors that share bytes share them in the copies too.
 
         Copies: each buffer once.
         """
         return materialize({name: view.torch() for name, view in self.items()})
 
     def verify(self, *, jobs: int | None = None, progress: Progress | None = None) -> VerifyReport:
-        """Recompute every checksum and prove everything else that opening does not; all damage is in the report.
+        """Recompute every checksum and prove all that opening does not; the report lists all damage.
 
         ``jobs``: threads, by default as many as there are cores.  ``progress(done, total)`` is called in bytes of
         tensor data.
-        Raises: RawPayloadError for a raw payload, which has nothing to verify it against.
+        Raises: OptionError, LimitError for ``jobs``; RawPayloadError for a raw payload, which has no checksums.
         """
         return verify_mapped(self._lender.mapping, self._head, jobs=jobs, progress=progress)
 
     def close(self) -> None:
-        """Unmap the file.  Nothing happens when already closed.
+        """Unmap the file.  Does nothing when already closed.
 
-        Raises: MappingInUse, which names the tensors, and closes nothing, while arrays or tensors of it live.
+        Raises: MappingInUse, which names the tensors, and closes nothing, while arrays or tensors of it are alive.
         """
         self._lender.close()
 

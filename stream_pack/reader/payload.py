@@ -1,7 +1,7 @@
 """Raw payloads and data files, as ExecuTorch writes them, opened as if they were packs.
 
-They carry no checksum, MPS payloads and XNNPACK's no names either, and ExecuTorch writes some whose bytes are not what
-their dtype and dims promise.  So every position is bounded, and every constant that contradicts itself is marked.
+They have no checksums; payloads have no names either, and ExecuTorch writes some constants whose length is not that of
+their dtype and dims.  So every position is bounded, and every constant that contradicts itself is marked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MappedFile:
         return self._memory[begin : begin + nbytes]
 
     def keep(self, begin: int, end: int) -> None:
-        """Nothing is lost here."""
+        """Does nothing: all of the file stays readable."""
 
 
 def read_payload(file: FileRange, kind: HeadKind) -> Contents:
@@ -52,7 +52,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
     header = read_header(file)
     if header.kind is not kind:
         raise NotAPackError(
-            f"no payload of kind {kind.name!r}: its header is that of {header.kind.name!r}"
+            f"expected a payload of kind {kind.name!r}, found the header of {header.kind.name!r}"
         )
     survey = survey_payload(MappedFile(file))
     if survey.fatal_fault is not None:
@@ -72,9 +72,9 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
 
 
 def index_of(constants: Constants, *, origin: int) -> Index:
-    """The columns of an index, without promise of alignment, or of lengths that fit dtype and dims.
+    """The columns of an index.  Alignment may be anything, and lengths need not match dtype and dims.
 
-    ``origin``: the file offset that is the region's first byte.
+    ``origin``: file offset of the region.
     """
     offsets, nbytes = constants.file_offsets - origin, constants.nbytes
     buffer_offsets, buffer_nbytes, buffers = _merge(offsets, nbytes)
@@ -109,7 +109,7 @@ def index_of(constants: Constants, *, origin: int) -> Index:
 def _merge(
     offsets: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
-    """Buffers that do not overlap, whatever the constants do: offsets, lengths, and the buffer of each constant."""
+    """Buffers that do not overlap, even if constants do: offsets, lengths, and the buffer of each constant."""
     buffers = np.full(len(offsets), NO_BUFFER, np.uint32)
     held = np.flatnonzero(nbytes > 0)
     order = held[np.argsort(offsets[held], kind="stable")]

@@ -1,4 +1,4 @@
-"""The face of safetensors over a pack: :func:`safe_open` and :func:`load_file`, for scripts that know those."""
+"""The API of safetensors for packs: :func:`safe_open` and :func:`load_file`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SafeOpen", "SafeSlice", "load_file", "safe_open"]
 
-# safetensors takes these names for them.
+# The names that safetensors accepts.
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
@@ -28,12 +28,12 @@ def load_file(
     names: Iterable[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a pack by name, all or ``names``, in the order of the file or of ``names``.
+    """The tensors of a pack by name: all in file order, or ``names`` in that order.
 
-    Copies: none on the CPU: tensors are copy-on-write memory of the file's pages, and tied ones share storage.  On
-    another device: one.
-    Lifetime: the tensors keep the file mapped; replacing it by another is safe, overwriting it in place is not.
-    Raises: UnknownTensorError for a name that is not there; as :func:`stream_pack.open`.
+    Copies: none on the CPU, where tensors are copy-on-write memory of the file's pages and tied ones share storage; one
+    on another device.
+    Lifetime: the tensors keep the file mapped; replacing the file is safe, overwriting it in place is not.
+    Raises: UnknownTensorError; as :func:`stream_pack.open`.
     """
     with open_pack(path) as pack:
         views = pack.values() if names is None else [pack[name] for name in names]
@@ -45,13 +45,13 @@ def safe_open(
 ) -> SafeOpen:
     """Open a pack as ``safetensors.safe_open`` opens its files; the result is a context manager.
 
-    ``framework``: ``"pt"`` gives torch tensors, ``"np"`` NumPy arrays; both are writable, copy-on-write, and in place.
+    ``framework``: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays; both in place and copy-on-write.
     Raises: OptionError for another framework, or a device other than the CPU for NumPy; as :func:`stream_pack.open`.
     """
     if framework not in (*_TORCH, *_NUMPY):
         raise OptionError(f"framework={framework!r}: expected 'pt' or 'np'")
     if framework in _NUMPY and str(device) != "cpu":
-        raise OptionError(f"device={str(device)!r}: NumPy arrays live on the CPU")
+        raise OptionError(f"device={str(device)!r}: expected 'cpu', where NumPy arrays are")
     return SafeOpen(open_pack(path), framework in _TORCH, device)
 
 
@@ -62,7 +62,7 @@ def _on(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
 class SafeOpen:
     """An open pack with the methods of ``safetensors.safe_open``.
 
-    Raises (every method): StateError once closed; UnknownTensorError for a name that is not there.
+    Raises (every method): StateError once closed; UnknownTensorError.
     """
 
     def __init__(self, pack: Pack, torch: bool, device: str | torch.device) -> None:
@@ -75,28 +75,28 @@ class SafeOpen:
         return sorted(self._pack)
 
     def offset_keys(self) -> list[str]:
-        """All names, in the order of the file: reading in this order reads the disk in order."""
+        """All names, in file order: the fastest order to read them in."""
         return list(self._pack)
 
     def metadata(self) -> dict[str, str] | None:
-        """The text attached to the pack; None when there is none."""
+        """The text attached to the pack, or None."""
         return self._pack.metadata or None
 
     def get_tensor(self, name: str) -> torch.Tensor | NDArray[Any]:
         """The tensor, in place; on a device other than the CPU, a copy."""
-        return self._give(self._pack[name])
+        return self._convert(self._pack[name])
 
     def get_tensors(
         self, names: Iterable[str] | None = None
     ) -> dict[str, torch.Tensor | NDArray[Any]]:
-        """The tensors of these names, or all."""
+        """The tensors of ``names``, or all."""
         return {name: self.get_tensor(name) for name in (self._pack if names is None else names)}
 
     def get_slice(self, name: str) -> SafeSlice:
-        """The tensor, to be sliced before it is taken."""
+        """The tensor, to be sliced before it is read."""
         return SafeSlice(self, self._pack[name])
 
-    def _give(self, view: View) -> torch.Tensor | NDArray[Any]:
+    def _convert(self, view: View) -> torch.Tensor | NDArray[Any]:
         return _on(view.torch(), self._device) if self._torch else view.numpy(writable=True)
 
     def __enter__(self) -> SafeOpen:
@@ -118,11 +118,11 @@ class SafeSlice:
         return list(self._view.shape)
 
     def get_dtype(self) -> str:
-        """The tensor's dtype as safetensors calls it (``"F32"``); where it has no name for it, as the pack does."""
+        """The dtype's name in safetensors (``"F32"``), or in the pack where safetensors has none."""
         return safetensors_name(self._view.dtype)
 
     def __getitem__(self, key: Any) -> torch.Tensor | NDArray[Any]:
-        """The part, indexed as a tensor is; only its pages are read."""
+        """A part, indexed like a tensor; only its pages are read."""
         if self._file._torch:
             return _on(self._view.torch()[key], self._file._device)
         part: NDArray[Any] = self._view.numpy(writable=True)[key]

@@ -1,4 +1,4 @@
-"""Files that ExecuTorch wrote, looked at as they are: none of them is a pack, some have packs inside."""
+"""Files that ExecuTorch wrote: none of them is a pack, some contain packs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["survey_file"]
 def survey_file(file: FileRange) -> Survey | None:
     """What a program, a raw payload or a data file of ExecuTorch's holds; None for a pack.
 
-    Raises: as :func:`stream_pack.reader.opening.read_head`; FormatError and TruncatedError for a file that is damaged
-    so that nothing in it can be found.
+    Raises: as :func:`stream_pack.reader.opening.read_head`; FormatError, TruncatedError for a file too damaged to be
+    surveyed.
     """
     if sniff(file.read(0, SNIFF_NBYTES)) is Kind.PTE:
         return survey_program(MappedFile(file))

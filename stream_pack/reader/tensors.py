@@ -1,4 +1,4 @@
-"""torch tensors over mapped memory: one storage a buffer, shared by everything that uses it."""
+"""torch tensors over mapped memory: one storage per buffer, shared by all its tensors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["Storages", "empty_tensor", "materialize", "tensor_of", "torch_form"]
 
 
 class Storages:
-    """The torch storages that live, by buffer.  Knows them weakly: they go with the last tensor that uses them.
+    """The torch storages in use, by buffer, held weakly: the last tensor of a storage frees it.
 
-    For one thread at a time.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}
 
     def of(self, buffer: int, make: Callable[[], NDArray[np.uint8]]) -> torch.UntypedStorage:
-        """The storage of ``buffer``; without one that lives, a new one over the array that ``make`` returns."""
+        """The storage of ``buffer`` in use, else a new one over the array that ``make`` returns."""
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
         known = self._known.get(buffer)
         if known is not None:
-            # As torch.multiprocessing does it: None once the storage is gone.
+            # As torch.multiprocessing does: None once the storage is freed.
             storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
                 known.cdata
             )
@@ -69,7 +69,7 @@ def tensor_of(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """A tensor over ``nbytes`` bytes from ``start`` on; a copy of them where that is misaligned."""
+    """A tensor over ``nbytes`` bytes from ``start``; a copy if they are misaligned."""
     import torch
 
     # By way of bytes: an empty tensor of some dtypes cannot be made without a warning.
@@ -87,7 +87,7 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def materialize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of ``tensors`` that share storages among each other as the originals do."""
+    """Copies of ``tensors`` that share storages as the originals do."""
     copies: dict[int, torch.UntypedStorage] = {}
     result = {}
     for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
-"""Proving all of a pack: every checksum, and every rule of the format that opening does not look at.
+"""Proof of a whole pack: every checksum, and every rule of the format that opening does not check.
 
-Nothing stops at the first damage: :class:`VerifyReport` lists all of it, with the bytes and tensors that it hits.
+Verification does not stop at the first damage: :class:`VerifyReport` lists all, with the bytes and tensors affected.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from stream_pack.text import counted, listed, quoted
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+"""Called with (bytes verified, bytes in total)."""
 
 TASK_NBYTES = 32 << 20
-"""What a thread does in one go: long against starting it, short against the whole."""
+"""What a thread verifies in one task: long compared with starting it, short compared with the whole."""
 TASK_BLOCKS = 1024
 PADDING_STEP_NBYTES = 1 << 20
 
@@ -61,12 +61,12 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Verify a file that may be too damaged to be opened.
+    """Verify a file, even one too damaged to be opened: what ``stream_pack verify`` does.
 
-    Of a file that ExecuTorch wrote (a program, a raw payload, a data file), which has no checksums, the faults that can
-    be seen are damage, and packs inside it are verified.
+    A file that ExecuTorch wrote (a program, a raw payload, a data file) has no checksums: the faults that can be seen
+    are reported as damage, and packs inside it are verified.
 
-    Arguments: as of :func:`stream_pack.open` and :meth:`Pack.verify`.
+    Arguments: those of :func:`stream_pack.open` and :meth:`Pack.verify`.
     Raises: OSError; OptionError, LimitError; NotAPackError, RawPayloadError, NewerVersionError where there is nothing
     to verify.  Damage is reported, not raised.
     """
@@ -93,7 +93,7 @@ def _verify(
     except TruncatedError as error:
         return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except (FormatError, ChecksumError) as error:
-        # Where the head ends is part of what cannot be trusted.
+        # The end of the head cannot be trusted either.
         return hiding_the_rest(Damage("head", 0, file.available, error))
     damages = []
     try:
@@ -118,7 +118,7 @@ def _is_program(file: FileRange) -> bool:
 def _verify_inside(
     file: FileRange, jobs: int | None, progress: Progress | None, offset: int, nbytes: int
 ) -> VerifyReport:
-    """Verify what stands in a part of ``file``."""
+    """Verify a range of ``file``."""
     part = FileRange(file.path, offset=file.offset + offset, nbytes=nbytes)
     try:
         return _verify(part, jobs, progress, contained=True)
@@ -129,9 +129,10 @@ def _verify_inside(
 def verify_mapped(
     mapping: Mapping, head: Head, *, jobs: int | None, progress: Progress | None
 ) -> VerifyReport:
-    """Verify a pack whose head is proved and whose length is right.
+    """Verify a pack whose head and length are proved.
 
-    Raises: NewerVersionError for its footer; StateError when it is closed meanwhile.
+    Raises: OptionError, LimitError for ``jobs``; NewerVersionError for the footer; StateError when another thread
+    closes the pack.
     """
     jobs = check_jobs(jobs) or cores()
     damages = [
@@ -154,7 +155,7 @@ def verify_mapped(
 
 
 def _graph_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
-    """The graph says of every tensor what the index says."""
+    """The graph describes every tensor as the index does."""
     begin, end = head.kind.graph_file_offset, head.graph_end
     if begin == end:
         yield Damage("graph", begin, end, FormatError(f"no graph before the index at byte {end}"))
@@ -180,7 +181,7 @@ def _order_damages(head: Head) -> Iterator[Damage]:
     names = [index.name_bytes(tensor) for tensor in index.name_order.tolist()]
     for before, after in pairwise(names):
         if before >= after:
-            what = "are equal" if before == after else "stand in the wrong order"
+            what = "are equal" if before == after else "are in the wrong order"
             pair = before.decode(), after.decode()
             text = f"index: the names {quoted(pair[0])} and {quoted(pair[1])} {what}"
             yield Damage("names", begin, end, FormatError(text), tensors=pair)
@@ -203,7 +204,7 @@ def _cover_damages(head: Head) -> Iterator[Damage]:
     for buffer in np.flatnonzero(covered != index.buffer_nbytes).tolist():
         begin = head.region_file_offset + int(index.buffer_offsets[buffer])
         nbytes = int(index.buffer_nbytes[buffer])
-        text = f"index: of the {nbytes} bytes of buffer {buffer} only {covered[buffer]} belong to a tensor"
+        text = f"index: only {covered[buffer]} of the {nbytes} bytes of buffer {buffer} belong to a tensor"
         yield Damage("buffers", begin, begin + nbytes, FormatError(text), buffer=buffer)
 
 
@@ -213,7 +214,7 @@ def _note_keys(index: Index) -> Iterator[tuple[int, bytes]]:
 
 
 def _padding_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
-    """Whatever stands between the parts is zero."""
+    """All bytes between the parts are zero."""
     index = head.index
     index_end = head.index_file_offset + head.index_nbytes
     for begin, end in (
@@ -278,7 +279,7 @@ def _block_damages(
 def _in_threads(
     task: Callable[[int], list[tuple[int, int]]], arguments: Sequence[int], jobs: int
 ) -> Iterator[list[tuple[int, int]]]:
-    """Results in the order of the arguments."""
+    """The results, in the order of the arguments."""
     if jobs == 1 or len(arguments) == 1:
         yield from map(task, arguments)
         return
@@ -287,7 +288,7 @@ def _in_threads(
 
 
 def _nbytes_before(index: Index, block: int) -> int:
-    """Bytes of all blocks with a smaller number."""
+    """Bytes of all blocks before this one."""
     if 8 * block == index.checksums_nbytes:
         return int(index.buffer_nbytes.sum())
     place = index.block_range(block)

@@ -1,4 +1,4 @@
-"""What can be told of a file that ExecuTorch wrote without checksums: its faults, and the state of packs inside it."""
+"""What can be verified in a file that ExecuTorch wrote without checksums: its faults, and packs inside it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["verify_exported"]
 def verify_exported(
     file: FileRange, verify_pack: Callable[[int, int], VerifyReport]
 ) -> VerifyReport:
-    """All faults of a program, raw payload or data file, and all damage of packs inside it.
+    """All faults of a program, raw payload or data file, and all damage to packs inside it.
 
     ``verify_pack(offset, nbytes)`` verifies the pack there.
 
-    Raises: RawPayloadError when there is no fault, and anything without checksums.
+    Raises: RawPayloadError when there is no fault, but something without checksums.
     """
     try:
         survey = survey_file(file)
@@ -40,7 +40,7 @@ def verify_exported(
         return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except FormatError as error:
         return hiding_the_rest(Damage("graph", 0, file.available, error))
-    assert survey is not None  # else it would have been verified as a pack
+    assert survey is not None  # a pack was verified as such
     damages = [_damage(fault, file) for fault in survey.faults]
     reports = list(_packs(survey, verify_pack))
     damages += [damage for report in reports for damage in report.damages]
@@ -71,7 +71,7 @@ def _nothing_to_verify_against(survey: Survey, packs: int) -> RawPayloadError:
 def _packs(
     survey: Survey, verify_pack: Callable[[int, int], VerifyReport]
 ) -> Iterator[VerifyReport]:
-    """The reports of packs inside, in file offsets of the file around them."""
+    """The reports of packs inside, with offsets that count from the first byte of the outer file."""
     for payload in survey.payloads:
         if payload.kind != "pack":
             continue

@@ -1,6 +1,6 @@
-"""Views: tensors that stand in a mapped file, and leading slices of them.
+"""Views: tensors in a mapped file, and contiguous slices of them.
 
-A :class:`View` is a description until one of its methods is called; then the bytes are handed out where they stand.
+A :class:`View` is a description until one of its methods is called, which returns the bytes in place.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["TensorSlice", "View", "safetensors_name", "view_of"]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class View:
-    """A tensor of an open pack, or a leading slice of one.
+    """A tensor of an open pack, or a contiguous slice of one.
 
     ``dtype`` is the pack's name for it, ``shape`` counts elements of that dtype.
 
-    Units: bytes.  ``offset`` counts from the region's first byte, ``file_offset`` from the pack's (a pack inside
-    another file begins at that file's ``Pack.offset``); both are those of an empty range for a tensor of 0 bytes.
-    Copies: none, but for :meth:`materialize`.
-    Lifetime: arrays, tensors and memoryviews keep the memory by themselves, also beyond the pack's ``with`` block.
+    Units: bytes.  ``offset`` counts from the region's first byte, ``file_offset`` from the pack's (which is at
+    ``Pack.offset`` of a file around it); for a tensor of 0 bytes both are those of an empty range.
+    Copies: none, except for :meth:`materialize`.
+    Lifetime: arrays, tensors and memoryviews keep the memory mapped, also after the pack's ``with`` block.
     Raises (every method): StateError once the pack is closed; ChecksumError for damage, when opened with
-    ``verify="lazy"``; FormatError for a constant of a raw payload that is not what it claims.
+    ``verify="lazy"``; FormatError for a constant of a raw payload that contradicts itself.
     """
 
     name: str
@@ -45,7 +45,7 @@ class View:
     nbytes: int
     offset: int
     file_offset: int
-    # What the bytes come from: the pack, the tensor's number, and the first byte in it.
+    # The source of the bytes: the pack, the tensor's number, and the first byte in it.
     _lender: Lender = field(init=False)
     _tensor: int = field(init=False)
     _start: int = field(init=False)
@@ -60,10 +60,10 @@ class View:
         )
 
     def numpy(self, *, writable: bool = False) -> NDArray[Any]:
-        """The array, read-only; or, ``writable``, of copy-on-write memory that the file never sees.
+        """The array, read-only; with ``writable``, in copy-on-write memory: the file never changes.
 
-        bfloat16 and float8 come as the types of the package ml_dtypes.
-        Raises: TypeError for a dtype that NumPy does not have, or not without ml_dtypes.
+        bfloat16 and float8 have the types of the package ml_dtypes.
+        Raises: TypeError for a dtype that NumPy lacks, or has only with ml_dtypes.
         """
         self._lender.fault(self._tensor, self.name)
         dtype = _numpy_dtype(self.dtype)
@@ -80,15 +80,14 @@ class View:
         return np.array(array, dtype) if copy else array.astype(dtype or array.dtype, copy=False)
 
     def __getitem__(self, key: object) -> View:
-        """A part of it, as ``pack.get_slice(name)[key]`` gives it."""
+        """A part of it: the same as ``pack.get_slice(name)[key]``."""
         return TensorSlice(self)[key]
 
     def torch(self) -> Tensor:
-        """The tensor, on the CPU, of copy-on-write memory that the file never sees.
+        """The tensor, on the CPU, in copy-on-write memory: the file never changes.
 
-        Every tensor that shares bytes with this one in the pack shares its torch storage too.  torch needs elements at
-        multiples of their size: what is not there (a constant of a raw payload, a pack at an odd offset of another
-        file) is copied.
+        Tensors that share bytes in the pack share a torch storage too.  torch needs elements at multiples of their
+        size: others (a constant of a raw payload, a pack at an odd offset of another file) are copied.
         Raises: TypeError for a dtype that torch does not have.
         """
         self._lender.fault(self._tensor, self.name)
@@ -100,7 +99,7 @@ class View:
         return tensor_of(storage, start, self.nbytes, dtype, shape)
 
     def materialize(self) -> Tensor:
-        """A copy of the tensor in memory of its own: the file may change or go."""
+        """A copy of the tensor, independent of the file."""
         return self.torch().clone()
 
 
@@ -121,16 +120,16 @@ def view_of(lender: Lender, tensor: int, name: str) -> View:
 
 
 def _lent(view: View, lender: Lender, tensor: int, start: int) -> View:
-    """``view``, with what its bytes come from: no field of that shows in its signature."""
+    """``view``, with the source of its bytes, which its signature does not show."""
     for name, value in (("_lender", lender), ("_tensor", tensor), ("_start", start)):
         object.__setattr__(view, name, value)
     return view
 
 
 class TensorSlice:
-    """A tensor that is about to be sliced: ``pack.get_slice("wq")[0:128]`` is a :class:`View` of the first 128 rows.
+    """A tensor to be sliced: ``pack.get_slice("wq")[0:128]`` is a :class:`View` of the first 128 rows.
 
-    Only what is contiguous can be sliced in place: numbers first, then one range, then whole dims.
+    Only contiguous parts can be sliced in place: indices first, then one range, then whole dims.
     """
 
     def __init__(self, view: View) -> None:
@@ -144,15 +143,15 @@ class TensorSlice:
         return list(self._view.shape)
 
     def get_dtype(self) -> str:
-        """The tensor's dtype as safetensors calls it (``"F32"``); where it has no name for it, as the pack does."""
+        """The dtype's name in safetensors (``"F32"``), or in the pack where safetensors has none."""
         return safetensors_name(self._view.dtype)
 
     def __getitem__(self, key: object) -> View:
         """The view of a part.
 
-        ``key``: integers of any kind, NumPy's too, slices and an Ellipsis.
-        Raises: IndexError for a part that is not there or not contiguous, and for any other key; slice ``.numpy()`` or
-        ``.torch()`` then.
+        ``key``: integers (also NumPy's), slices and an Ellipsis.
+        Raises: IndexError for a part that is out of range or not contiguous, and for any other key; slice ``.numpy()``
+        or ``.torch()`` instead.
         """
         view = self._view
         view._lender.fault(view._tensor, view.name)
@@ -176,7 +175,7 @@ class TensorSlice:
 
 
 def safetensors_name(dtype: str) -> str:
-    """What safetensors calls a dtype of the index; where it has no name for it, the index's."""
+    """The name in safetensors for a dtype of the index, or the index's own where safetensors has none."""
     known = DTYPES[BY_NAME[dtype]].safetensors if dtype in BY_NAME else None
     return known or dtype
 
@@ -184,7 +183,7 @@ def safetensors_name(dtype: str) -> str:
 def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tuple[int, ...]]:
     """The first element and the shape of ``tensor[key]``."""
     keys = list(key) if isinstance(key, tuple) else [key]
-    # Not by ==, which an array among them answers with an array.
+    # Not by ==: with an array the result is an array.
     ellipses = [at for at, part in enumerate(keys) if part is Ellipsis]
     if len(ellipses) == 1:
         (at,) = ellipses
@@ -203,11 +202,13 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         else:
             number = _number(name, part)
             if not -dim <= number < dim:
-                raise IndexError(f"tensor {quoted(name)}: {number} is outside dim {axis} of {dim}")
+                raise IndexError(
+                    f"tensor {quoted(name)}: index {number} is out of range for dim {axis}, which has {dim}"
+                )
             begin, step, whole, dims = number % dim, 1, dim == 1, []
         if step != 1 or (not whole and math.prod(kept) != 1):
             raise IndexError(
-                f"tensor {quoted(name)}: that part is not contiguous; slice its .numpy() or .torch() instead"
+                f"tensor {quoted(name)}: the part is not contiguous; slice .numpy() or .torch() instead"
             )
         first = first * dim + begin
         kept += dims
@@ -217,18 +218,18 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
 def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:
     try:
         return part.indices(dim)
-    except (TypeError, ValueError) as error:  # no numbers, or a step of 0
+    except (TypeError, ValueError) as error:  # not integers, or a step of 0
         raise IndexError(f"tensor {quoted(name)}: {part!r}: {error}") from None
 
 
 def _number(name: str, part: object) -> int:
-    # An array of one element has an index too, but stands for a dim.
+    # An array of one element is an index too, but means a dim.
     if not isinstance(part, bool) and not getattr(part, "ndim", 0):
         try:
             return operator.index(part)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise IndexError(f"tensor {quoted(name)}: expected numbers and ranges, got {part!r}")
+    raise IndexError(f"tensor {quoted(name)}: expected integers and slices, got {part!r}")
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

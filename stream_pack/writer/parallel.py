@@ -1,8 +1,8 @@
-"""Writing one pack from several processes or threads at once, each its own byte ranges of the region.
+"""Writing one pack from several processes or threads at once, each with its own byte ranges of the region.
 
-One of them owns the file: a :class:`ParallelWriter` plans the pack, writes its head, and in the end checksums and
-footer.  All of them, the owner too, write tensors or parts of tensors through a :class:`PartWriter`.  What they say to
-each other is a path and then a few numbers a range, over whatever channel they have::
+One of them owns the file: a :class:`ParallelWriter` plans the pack, writes its head, and at the end checksums and
+footer.  All of them, including the owner, write tensors or parts of tensors through a :class:`PartWriter`.  They
+exchange a path and then a few numbers per range, over any channel::
 
     # rank 0                                            # every rank, 0 too
     with ParallelWriter(path, specs) as pack:           with PartWriter(unfinished_path) as writer:
@@ -48,8 +48,8 @@ READ_BACK_NBYTES = 1 << 20
 class Part:
     """What one :class:`PartWriter` has written; it can be pickled.
 
-    Range ``r`` is bytes ``[begins[r], ends[r])`` of the pack's buffer ``buffers[r]``.  ``checksums[k]`` is that of the
-    block with the number ``blocks[k]``, one that a single range holds whole.  ``head_checksum``: of which pack.
+    Range ``r`` is bytes ``[begins[r], ends[r])`` of the pack's buffer ``buffers[r]``.  ``checksums[k]`` is that of
+    block number ``blocks[k]``, which is whole in a single range.  ``head_checksum`` identifies the pack.
     """
 
     head_checksum: int
@@ -61,13 +61,13 @@ class Part:
 
 
 class ParallelWriter:
-    """The pack at ``path``, which others write the tensors of; they all see the file system that it lies on.
+    """A pack at ``path``, whose tensors other processes write too; all must see its file system.
 
     ``specs`` and the options are those of :class:`~stream_pack.Writer`, and so are the bytes of the pack: they do not
-    depend on who wrote what.  ``unfinished_path`` is where the file stands until :meth:`commit`; a
-    :class:`PartWriter` takes it.  Leaving the ``with`` without a commit abandons the pack: ``path`` stays as it was.
+    depend on which process wrote what.  ``unfinished_path`` is the file's path until :meth:`commit`, for
+    :class:`PartWriter`.  Leaving the ``with`` without a commit abandons the pack: ``path`` is left unchanged.
 
-    Raises: OptionError; SourceError, LimitError for bad specs; OSError.
+    Raises: OptionError; SourceError, LimitError for invalid specs; OSError.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ParallelWriter:
         self._closed = False
 
     def commit(self, parts: Iterable[Part]) -> None:
-        """Complete the pack from what all the parts hold together.
+        """Complete the pack from all parts.
 
-        Blocks that no single ``write`` held whole are read back to be hashed: one at each end of a range.
+        Blocks that no single ``write`` held whole are read back to be hashed: at most one at each end of a range.
 
-        Raises: StateError naming tensors of which bytes are missing or were written twice, and for the part of
+        Raises: StateError for bytes that are missing or were written twice, naming the tensors, and for a part of
         another pack; the pack is then abandoned.  OSError.
         """
         if self._closed:
@@ -112,7 +112,7 @@ class ParallelWriter:
             self._sink.abort()
 
     def abandon(self) -> None:
-        """Give up: ``path`` stays as it was."""
+        """Give up: ``path`` is left unchanged."""
         self._closed = True
         self._sink.abort()
 
@@ -133,7 +133,7 @@ class ParallelWriter:
         for part in parts:
             checksums[part.blocks] = part.checksums
             known[part.blocks] = True
-        # Opened now: a network file system shows what others have written to those who open the file after them.
+        # Opened only now: on a network file system, only a later open sees what other machines have written.
         stream = ByteStream.open_path(self.unfinished_path)
         try:
             for block in np.flatnonzero(~known).tolist():
@@ -154,10 +154,10 @@ class ParallelWriter:
 class PartWriter:
     """Writes some of a pack's bytes into the file at ``unfinished_path``, which a :class:`ParallelWriter` has begun.
 
-    For one thread; several may write at once, each through a PartWriter of its own.  Leaving the ``with`` closes it.
+    Not thread-safe: several threads may write at once, each with its own PartWriter.  Leaving the ``with`` closes it.
 
-    Copies: none of the chunks given.
-    Raises: FormatError and its kinds where no such file stands; OSError.
+    Copies: none of the chunks.
+    Raises: FormatError and its subclasses for any other file; OSError.
     """
 
     def __init__(self, unfinished_path: str | os.PathLike[str]) -> None:
@@ -168,29 +168,29 @@ class PartWriter:
         self._output = WritebackFile(fd, name=os.fspath(unfinished_path))
         self._ranges: list[tuple[int, int, int]] = []
         self._runs: list[tuple[int, list[int]]] = []
-        self._sound = True
+        self._usable = True
 
     def write(self, name: str, chunks: BytesLike | Iterable[BytesLike], *, begin: int = 0) -> None:
         """Write bytes of one tensor, little-endian and row-major, from its byte ``begin`` on: one bytes-like object or
         an iterable of them.
 
-        Rows ``[r, s)`` of a tensor are its bytes from ``r`` times the length of a row on.  Ranges may come in any
-        order; none may be written twice, by whomever.  A chunk's memory may be reused as soon as the next chunk is
-        asked for, or this returns.
+        Row ``r`` of a tensor begins at byte ``r`` times the length of a row.  Ranges may be written in any order, but
+        no byte twice, not even by another process.  A chunk's memory may be reused as soon as the next chunk is
+        requested, or this returns.
 
-        Raises: UnknownTensorError; SourceError for bytes outside the tensor; OSError; whatever ``chunks`` raises.
-        After an error this part cannot be finished.
+        Raises: UnknownTensorError; SourceError for bytes outside the tensor; OSError; any error of ``chunks``.  After
+        an error this part cannot be finished.
         """
         self._require_usable()
-        self._sound = False
+        self._usable = False
         self._write(name, chunks, operator.index(begin))
-        self._sound = True
+        self._usable = True
 
     def _require_usable(self) -> None:
         if not self._close.alive:
             raise StateError("this PartWriter is closed")
-        if not self._sound:
-            raise StateError("a write failed before: this part cannot be finished")
+        if not self._usable:
+            raise StateError("an earlier write failed: this part cannot be finished")
 
     def _write(self, name: str, chunks: BytesLike | Iterable[BytesLike], begin: int) -> None:
         index = self._head.index
@@ -200,17 +200,17 @@ class PartWriter:
         nbytes, buffer = int(index.tensor_nbytes[tensor]), int(index.tensor_buffers[tensor])
         if not 0 <= begin <= nbytes:
             raise SourceError(
-                f"tensor {quoted(name)} has {nbytes} bytes: none can begin at byte {begin}"
+                f"tensor {quoted(name)} has {nbytes} bytes: no range can begin at byte {begin}"
             )
         file_offset = 0 if buffer == NO_BUFFER else _file_offset(self._head, buffer)
         hasher = BlockHasher(index.block_nbytes)
-        skip = -begin % index.block_nbytes  # the rest of a block that begins before these bytes
+        skip = -begin % index.block_nbytes  # the rest of a block that began earlier
         checksums: list[int] = []
         end = begin
         for view in chunks_of(chunks):
             if len(view) > nbytes - end:
                 raise SourceError(
-                    f"tensor {quoted(name)} has {nbytes} bytes, the chunks bring more from byte {begin} on"
+                    f"tensor {quoted(name)} has {nbytes} bytes, too few for the chunks from byte {begin} on"
                 )
             if len(view):
                 self._output.write(file_offset + end, [view])
@@ -226,7 +226,7 @@ class PartWriter:
             self._runs.append((first, checksums))
 
     def finish(self) -> Part:
-        """All was written: have it on the disk, close, and say what it was.
+        """Flush to disk, close, and return what was written.
 
         Raises: StateError after a failed write; OSError.
         """
@@ -281,7 +281,8 @@ def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
         k = int(twice[0])
         raise StateError(
             f"bytes {int(begins[k + 1])} to {min(int(ends[k]), int(ends[k + 1]))} of tensor "
-            f"{quoted(_name(index, int(buffers[k])))} were written twice: let one part write what several have"
+            f"{quoted(_name(index, int(buffers[k])))} were written twice: of several processes "
+            "with the same data, only one may write it"
         )
     held = np.zeros(len(index.buffer_nbytes), np.int64)
     np.add.at(held, buffers, ends - begins)

@@ -168,7 +168,7 @@ def test_a_copy_is_not_what_is_lent_nor_is_memory_of_the_cpus(weights: Weights) 
         producer = interop._Producer(capsule)
         with pytest.raises(BufferError, match="in place"):
             producer.__dlpack__(copy=True)
-        with pytest.raises(BufferError, match=r"on \(8, 0\), not on \(1, 0\)"):
+        with pytest.raises(BufferError, match=r"on device \(8, 0\), not on \(1, 0\)"):
             producer.__dlpack__(dl_device=(1, 0))
         assert producer.__dlpack__(dl_device=(8, 0)) is capsule
 

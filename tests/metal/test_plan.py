@@ -23,7 +23,7 @@ PAGE = 16384
 MIB = 1 << 20
 
 
-def test_the_windows_foretold_are_those_that_metal_gets(pack_path: Path) -> None:
+def test_the_windows_predicted_are_those_that_metal_gets(pack_path: Path) -> None:
     device = Device.default(StandIn().runtime)
     for limit in (8 * MIB, 3 * MIB):
         with stream_pack.open(pack_path) as pack:
@@ -89,7 +89,7 @@ def test_what_needs_a_newer_system_or_is_missing_in_mps_is_warned_of(tmp_path: P
     with stream_pack.open(path) as pack:
         warnings = plan_metal(pack).warnings
     assert warnings[0] == "bfloat16 needs macOS 14 (b)"
-    assert warnings[1] == "MPS has no float64: only kernels of your own can use it (d and 1 more)"
+    assert warnings[1] == "MPS has no float64: only your own kernels can use it (d and 1 more)"
     assert "not at a multiple of 256" in warnings[2]
     assert len(warnings) == 3
 

@@ -222,8 +222,8 @@ def test_whole_pages_inside_the_mapping_are_a_buffer(address: int, nbytes: int) 
 @pytest.mark.parametrize(
     ("address", "nbytes", "error", "message"),
     [
-        (4 * PAGE, 0, MetalBufferError, "of 0 bytes: Metal has none"),
-        (4 * PAGE, -PAGE, MetalBufferError, "Metal has none"),
+        (4 * PAGE, 0, MetalBufferError, "of 0 bytes: Metal has no empty"),
+        (4 * PAGE, -PAGE, MetalBufferError, "Metal has no empty"),
         (4 * PAGE + 256, PAGE, AlignmentError, "the address 0x10100 is not a multiple of the page"),
         (4 * PAGE, PAGE + 4096, AlignmentError, "the length 0x5000 is not a multiple of the page"),
         (3 * PAGE, 2 * PAGE, MetalBufferError, "not inside the mapping"),

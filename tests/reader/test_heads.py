@@ -87,7 +87,7 @@ def test_the_parts_fill_the_file(to: To, header_nbytes: dict[To, int], path: Pat
     parts = {part.name: part.nbytes for part in description.parts}
     assert description.head == description.to_json()["head"] == to
     words = {"mps": "", "xnnpack": "a payload of its XNNPACK delegate", "ptd": "a .ptd"}[to]
-    assert description.to_text().count("ExecuTorch takes it for") == bool(words)
+    assert description.to_text().count("ExecuTorch reads it as") == bool(words)
     assert words in description.to_text()
     at = places(VECTORS[to])
     assert parts["header"] == header_nbytes[to]

@@ -22,6 +22,7 @@ import torch
 import stream_pack
 from stream_pack import MappingInUse, StateError
 from stream_pack.reader import mapping as mapping_module
+from stream_pack.reader.mapping import FileRange, Mapping
 from tests.support.memory import needs_proc
 from tests.support.packs import BLOCK_NBYTES, pack_bytes, tensors
 from tests.support.smaps import mapped_file
@@ -406,3 +407,20 @@ def test_a_finalizer_may_close_a_pack_that_is_being_read(path: Path) -> None:
         pack.close()  # with a lock that is not reentrant, this would wait for itself
     with pytest.raises(StateError):
         mapping.file.read(0, 1)
+
+
+@needs_proc
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_mapping_refuses_to_close_while_an_array_of_either_map_is_alive(
+    path: Path, writable: bool
+) -> None:
+    mapping = Mapping(FileRange(path, offset=0, nbytes=None), path.stat().st_size)
+    array = (mapping.writable_array if writable else mapping.array)(0, 10)
+    with pytest.raises(MappingInUse):
+        mapping.close()
+    assert array[4:8].tobytes() == b"MP00"
+    del array
+    mapping.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    with pytest.raises(StateError):
+        mapping.array(0, 1)

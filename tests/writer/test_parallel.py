@@ -190,9 +190,13 @@ def test_a_part_of_another_pack_is_told_apart(tmp_path: Path) -> None:
     ("write", "error", "message"),
     [
         (("c", b"", 0), UnknownTensorError, r"no tensor 'c'"),
-        (("b", B, 1), SourceError, r"'b' has 12 bytes, the chunks bring more from byte 1 on"),
-        (("b", b"", 13), SourceError, r"none can begin at byte 13"),
-        (("b", b"", -1), SourceError, r"none can begin at byte -1"),
+        (
+            ("b", B, 1),
+            SourceError,
+            r"'b' has 12 bytes, too few for the chunks from byte 1 on",
+        ),
+        (("b", b"", 13), SourceError, r"no range can begin at byte 13"),
+        (("b", b"", -1), SourceError, r"no range can begin at byte -1"),
         (("none", b"x", 0), SourceError, r"'none' has 0 bytes"),
     ],
 )
@@ -203,9 +207,9 @@ def test_a_write_outside_the_tensor_is_refused_and_its_part_with_it(
     with parallel(tmp_path / "f") as pack, PartWriter(pack.unfinished_path) as writer:
         with pytest.raises(error, match=message):
             writer.write(name, data, begin=begin)
-        with pytest.raises(StateError, match="a write failed before"):
+        with pytest.raises(StateError, match="an earlier write failed"):
             writer.finish()
-        with pytest.raises(StateError, match="a write failed before"):
+        with pytest.raises(StateError, match="an earlier write failed"):
             writer.write("b", B)
 
 

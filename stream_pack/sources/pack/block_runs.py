@@ -1,4 +1,4 @@
-"""Which buffers that are wanted of a pack are read together, so that no block they share is read for each of them."""
+"""Which requests to a pack are read together, so that a block they share is read once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["BlockRuns", "block_runs"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRuns:
-    """Ranges that are read one after the other: request ``r`` lies in run ``of[r]``; run ``k`` is bytes
-    ``[begins[k], ends[k])`` of the pack's buffer ``buffers[k]``, cut to what is wanted.
+    """Ranges that are read one after the other: request ``r`` is in run ``of[r]``; run ``k`` is bytes
+    ``[begins[k], ends[k])`` of the pack's buffer ``buffers[k]``, cut to what is requested.
     """
 
     of: NDArray[np.int64]
@@ -29,15 +29,15 @@ class BlockRuns:
 def block_runs(requests: Requests, index: Index, *, together: bool) -> BlockRuns:
     """The runs of ``requests``, whose storages are the buffers of ``index``.
 
-    ``together``: requests that have a block in common, directly or through others, are one run, and the runs stand
-    in the order of the pack.  Else every request is its own run, in its turn.
+    ``together``: requests that share a block, directly or through others, are one run, and runs are in file order.
+    Otherwise every request is its own run, in the order of the requests.
     """
     ends = requests.starts + requests.nbytes
     if not together or len(requests) == 0:
         return BlockRuns(np.arange(len(requests)), requests.storages, requests.starts, ends)
     order = np.lexsort((requests.starts, requests.storages))
     buffers, starts, ends = requests.storages[order], requests.starts[order], ends[order]
-    # Numbered through the whole pack, so that two buffers have none in common.
+    # Numbered through the whole pack, so that no two buffers share one.
     before = index.first_blocks[buffers]
     first = before + starts // index.block_nbytes
     last = before + (ends - 1) // index.block_nbytes

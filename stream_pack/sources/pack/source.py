@@ -1,8 +1,7 @@
 """A pack as a source, from a file or a pipe: repacked, filtered or cast without ever being mapped.
 
-A file is read where buffers are wanted, each block checked against the table at its end, and once however many
-tensors lie in it.  A pipe is read through: its table comes last, so the checksums of all blocks (8 bytes each) wait
-for it.
+Of a file only the requested blocks are read, each once, and checked against the checksums at the file's end.  A pipe
+is read through: its checksums are last, so those computed of all blocks (8 bytes each) are kept until then.
 """
 
 from __future__ import annotations
@@ -46,18 +45,18 @@ from stream_pack.text import quoted
 __all__ = ["PackSource"]
 
 STEP_NBYTES = 1 << 20
-"""What the head, the padding and the tail are read in: a length that a pack claims is not allocated at once."""
+"""Step in which head, padding and tail are read: a claimed length is not allocated before its bytes exist."""
 
 
 class PackSource(Source):
     """The tensors of a pack, in its order, with its metadata and notes; a storage is one of its buffers.
 
-    ``within``: the pack stands inside another file, a regular one, whose bytes may follow.
+    ``within``: the pack is inside another regular file, whose bytes may follow.
 
-    Lifetime: owns ``stream``, which stands at the pack's first byte.
-    Raises: FormatError and its kinds, ChecksumError (of the head), UnsupportedTensorError for a dtype that only a later
-    version knows; of a pipe's length and its blocks, only :meth:`stream` can tell.  RawPayloadError leaves ``stream``
-    at the first byte.
+    Lifetime: owns ``stream``, which is at the pack's first byte.
+    Raises: FormatError and its subclasses, ChecksumError (of the head), UnsupportedTensorError for a dtype of a later
+    version; for the length and the blocks of a pipe, only :meth:`stream` raises.  RawPayloadError leaves ``stream`` at
+    the first byte.
     """
 
     def __init__(self, stream: ByteStream, *, within: bool = False) -> None:
@@ -82,7 +81,7 @@ class PackSource(Source):
 
     @property
     def held_nbytes(self) -> int:
-        # Read in pieces, joined, and of each block whether it was proved (file) or what it has (pipe).
+        # The checksums in pieces and joined; and for each block whether it is proved (file), or its checksum (pipe).
         return 3 * self._head.index.checksums_nbytes
 
     @property
@@ -95,7 +94,7 @@ class PackSource(Source):
             self._verification = "all checksums of the source were verified"
         else:
             yield from self._read_wanted(requests, options)
-            self._verification = "the source's checksums of all that was taken were verified"
+            self._verification = "the source's checksums of all that was read were verified"
 
     def close(self) -> None:
         self._stream.close()
@@ -126,13 +125,13 @@ class PackSource(Source):
         *,
         chunk_nbytes: int,
     ) -> Iterator[memoryview]:
-        """Bytes ``[begin, end)`` of the buffer.  Blocks not yet ``proved`` are read whole and then are."""
+        """Bytes ``[begin, end)`` of the buffer.  Blocks not yet ``proved`` are read whole and proved."""
         index = self._head.index
         block_nbytes = index.block_nbytes
         buffer_nbytes = int(index.buffer_nbytes[buffer])
         base = index.first_block(buffer)
         first, last = begin // block_nbytes, (end - 1) // block_nbytes
-        # A proved block at either edge is read where it is wanted only; all between is read whole in any case.
+        # A proved block at either edge is read only where requested; all between is read whole anyway.
         low = first + bool(proved[base + first])
         high = last if proved[base + last] else last + 1
         position = begin if low > first else first * block_nbytes
@@ -184,7 +183,7 @@ class PackSource(Source):
         for chunk in self._chunks(nbytes, STEP_NBYTES):
             if np.frombuffer(chunk, np.uint8).any():
                 raise FormatError(
-                    f"the padding before byte {self._stream.position} of the pack is not zero; it is damaged"
+                    f"the padding before byte {self._stream.position} of the pack is not zero; the pack is damaged"
                 )
 
     def _read_tail(self) -> NDArray[np.uint64]:
@@ -199,7 +198,7 @@ class PackSource(Source):
     def _check(
         self, checksums: NDArray[np.uint64], block: int, computed: list[int] | array[int]
     ) -> int:
-        """Compare the blocks from number ``block`` of the pack on; returns the number of the next one."""
+        """Compare the blocks from number ``block`` on; returns the number of the next one."""
         end = block + len(computed)
         different = np.flatnonzero(checksums[block:end] != np.array(computed, np.uint64))
         if len(different):
@@ -241,7 +240,7 @@ def _end(stream: ByteStream) -> bytes | None:
 def _catalog(index: Index) -> Catalog:
     names = tuple(index.name(tensor) for tensor in range(len(index)))
     if len(set(names)) < len(names):
-        raise FormatError("two tensors of the pack have the same name; it is damaged")
+        raise FormatError("two tensors of the pack have the same name; the pack is damaged")
     numbers = np.array(
         [_dtype_number(index, number) for number in range(len(index.dtype_names))], np.uint8
     )
@@ -263,7 +262,7 @@ def _catalog(index: Index) -> Catalog:
 
 
 def _dtype_number(index: Index, entry: int) -> int:
-    """The number of a dtype that the pack's own table names."""
+    """The number of a dtype of the pack's own table."""
     name, bits = index.dtype_names[entry], int(index.dtype_bits[entry])
     number = BY_NAME.get(name)
     if number is not None:
