@@ -1,7 +1,6 @@
 """Header kind ``mps``: the header of an MPS payload, and ExecuTorch's MPSGraph with one value a tensor and no weights.
 
-:func:`encode` writes it with NumPy, a record a tensor, because a flatbuffer builder takes 40 times
-as long and as much memory; :func:`decode` reads the values of any MPSGraph, also one that
+:func:`encode` writes the graph of a plain pack; :func:`decode` reads the constants of any MPSGraph, also one that
 ExecuTorch wrote.
 Source: ``schema/graph.fbs``; the FlatBuffers internals document for the binary layout.
 """
@@ -17,9 +16,10 @@ from numpy.typing import NDArray
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.flatbuf import Tables, root_table
+from stream_pack.format.flatbuf_write import ColumnWriter
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
-from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK, MAX_TENSORS
+from stream_pack.format.limits import MAX_RANK, MAX_TENSORS
 from stream_pack.format.ragged import Ragged
 
 __all__ = [
@@ -73,31 +73,6 @@ def expected_values(index: Index) -> GraphValues:
     )
 
 
-# A value's table, in 4-byte words from its start; fields in order of width, so that none needs
-# padding.
-_SOFFSET, _NUM_DIMS, _NBYTES, _OFFSET, _DIMS, _BUFFER, _DATATYPE, _DIMS_COUNT, _DIMS_FIRST = (
-    0,
-    1,
-    2,
-    4,
-    6,
-    7,
-    8,
-    9,
-    10,
-)
-_VALUE_NBYTES = 36
-# vtable: its nbytes, the table's, then where each slot of schema/graph.fbs is: datatype, num_dims,
-# dims, constant_buffer_size, constant_buffer, segment_offset.
-_VALUE_VTABLE = np.array([16, _VALUE_NBYTES, 32, 4, 24, 8, 28, 16], "<u2")
-# Root: version, mps_nodes, mps_values, input_ids, output_ids, constant_ids, (graph_type: default),
-# constant_segment.
-_ROOT_NBYTES = 32
-_ROOT_VTABLE = np.array([20, _ROOT_NBYTES, 4, 8, 12, 16, 20, 24, 0, 28], "<u2")
-_SEGMENT_VTABLE = np.array([4, 4], "<u2")
-_BUFFER_VTABLE = np.array([6, 8, 4], "<u2")
-
-
 def encode(index: Index) -> bytes:
     """The flatbuffer ``MP00`` of a plain pack: every tensor a value and a constant, no nodes.
 
@@ -112,82 +87,45 @@ def encode(index: Index) -> bytes:
             limit=MAX_TENSORS,
         )
     values = expected_values(index)
-    ranks = values.dims.lengths
 
-    # In words of 4 bytes.  Head: root offset, identifier; vtables; root table; small vectors.
-    root_vtable = 2
-    value_vtable = root_vtable + 5
-    segment_vtable = value_vtable + 4
-    buffer_vtable = segment_vtable + 1
-    root = buffer_vtable + 2
-    version = root + _ROOT_NBYTES // 4  # count 1, "0", terminator
-    nodes = version + 2
-    input_ids = nodes + 1
-    output_ids = input_ids + 1
-    segment = output_ids + 1
-    value_offsets = segment + 1
-    constant_ids = value_offsets + 1 + tensors
-    first_value = constant_ids + 1 + tensors
-    # u64 fields stand at multiples of 8.
-    first_value += first_value % 2
-    words = _DIMS_FIRST + ranks
-    words += words % 2
-    ends = np.cumsum(words) + first_value
-    positions = ends - words
-    buffer = int(ends[-1]) if tensors else first_value
-    storage = buffer + 2
-    # storage is force_align 16: its (absent) first element stands at a multiple of 16.
-    storage += -(storage + 1) % 4
-    total = storage + 1
-    if 4 * total > MAX_FLATBUFFER_NBYTES:
-        raise LimitError(
-            f"a graph of {4 * total} bytes for {tensors} tensors: a flatbuffer must stay below 2 GiB",
-            value=4 * total,
-            limit=MAX_FLATBUFFER_NBYTES,
-        )
+    writer = ColumnWriter(IDENTIFIER)
+    # Slots of schema/graph.fbs: version, mps_nodes, mps_values, input_ids, output_ids, constant_ids, (graph_type:
+    # default), constant_segment.
+    root_vtable = writer.vtable(32, 4, 8, 12, 16, 20, 24, 0, 28)
+    # datatype, num_dims, dims, constant_buffer_size, constant_buffer, segment_offset; in the table by width, so that
+    # none needs padding.
+    value_vtable = writer.vtable(36, 32, 4, 24, 8, 28, 16)
+    segment_vtable, buffer_vtable = writer.vtable(4), writer.vtable(8, 4)
+    root, version = writer.reserve(8), writer.reserve(2)
+    nodes, input_ids, output_ids, segment = (writer.reserve(1) for _ in range(4))
+    value_references, constant_ids = writer.reserve(1 + tensors), writer.reserve(1 + tensors)
+    writer.align(2)  # for the u64 fields
+    words = 10 + values.dims.lengths  # 9 of the table; dims, which follow it
+    places = writer.reserve_each(words + words % 2)
+    buffer = writer.reserve(2)
+    writer.align(4, after=1)  # storage is force_align 16: its (absent) first element
+    storage = writer.reserve(1)
+    writer.allocate(f"a graph for {tensors} tensors")
 
-    out = np.zeros(total, "<u4")
-
-    def place(word: int, vtable: NDArray[np.uint16]) -> None:
-        out[word:].view("<u2")[: len(vtable)] = vtable
-
-    def refer(field: int, target: int) -> None:
-        out[field] = 4 * (target - field)
-
-    out[0] = 4 * root
-    out[1] = int.from_bytes(IDENTIFIER, "little")
-    place(root_vtable, _ROOT_VTABLE)
-    place(value_vtable, _VALUE_VTABLE)
-    place(segment_vtable, _SEGMENT_VTABLE)
-    place(buffer_vtable, _BUFFER_VTABLE)
-    out[root] = 4 * (root - root_vtable)
-    vectors = (version, nodes, value_offsets, input_ids, output_ids, constant_ids, segment)
-    for field, target in enumerate(vectors, root + 1):
-        refer(field, target)
-    out[version] = 1
-    out[version + 1] = ord("0")
-    out[segment] = 4 * (segment - segment_vtable)
-    out[value_offsets] = tensors
-    fields = value_offsets + 1 + np.arange(tensors)
-    out[fields] = 4 * (positions - fields)
-    out[constant_ids] = tensors
-    out[constant_ids + 1 : constant_ids + 1 + tensors] = values.ids
-
-    out[positions + _SOFFSET] = 4 * (positions - value_vtable)
-    out[positions + _NUM_DIMS] = values.num_dims
-    out[positions + _DIMS] = 4 * (_DIMS_COUNT - _DIMS)
-    out[positions + _BUFFER] = 4 * (buffer - (positions + _BUFFER))
-    out[positions + _DATATYPE] = values.datatypes
-    out[positions + _DIMS_COUNT] = ranks
-    for field, column in ((_NBYTES, values.nbytes), (_OFFSET, values.offsets)):
-        out[positions + field] = column & 0xFFFFFFFF
-        out[positions + field + 1] = column >> np.uint64(32)
-    places = np.repeat(positions + _DIMS_FIRST, ranks) + values.dims.places
-    out[places] = values.dims.values
-
-    out[buffer] = 4 * (buffer - buffer_vtable)
-    refer(buffer + 1, storage)
-    return out.tobytes()
+    table = writer.root(root_vtable, root)
+    vectors = (version, nodes, value_references, input_ids, output_ids, constant_ids)
+    for slot, target in enumerate(vectors):
+        table.refer(slot, target)
+    table.refer(7, segment)
+    writer.text(version, b"0")
+    writer.tables(segment_vtable, segment)
+    writer.references(value_references, places)
+    writer.numbers(constant_ids, values.ids)
+    table = writer.tables(value_vtable, places)
+    table.u32(0, values.datatypes)
+    table.u32(1, values.num_dims)
+    table.refer(2, places + 9)
+    table.u64(3, values.nbytes)
+    table.refer(4, buffer)
+    table.u64(5, values.offsets)
+    writer.vectors(places + 9, values.dims)
+    writer.tables(buffer_vtable, buffer).refer(0, storage)
+    return writer.finish()
 
 
 _MPS_VALUES, _CONSTANT_IDS = 2, 5

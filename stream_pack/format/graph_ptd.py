@@ -1,6 +1,6 @@
 """Header kind ``ptd``: the header of a .ptd, and ExecuTorch's FlatTensor: names, layouts, segments of bytes.
 
-:func:`encode` writes it with NumPy; :func:`decode` reads any.
+:func:`encode` writes that of a plain pack; :func:`decode` reads any.
 Source: ``schema/flat_tensor.fbs``; ExecuTorch 1.5.1, extension/flat_tensor/serialize/flat_tensor.fbs.
 """
 
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import FormatError, LimitError, UnsupportedTensorError
+from stream_pack.errors import FormatError, UnsupportedTensorError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.flatbuf import root_table
+from stream_pack.format.flatbuf_write import ColumnWriter, text_words
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
-from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_RANK
+from stream_pack.format.limits import MAX_RANK
 from stream_pack.format.ragged import Ragged
 
 __all__ = ["KIND", "FlatTensor", "decode", "disagreements", "encode"]
@@ -104,25 +105,6 @@ def _wanted(index: Index) -> _Wanted:
     )
 
 
-# In words of 4 bytes.  Each vtable: its nbytes, the table's, then where each slot is.
-_ROOT_VTABLE_AT, _SEGMENT_VTABLE_AT, _NAMED_VTABLE_AT, _BLOB_VTABLE_AT, _LAYOUT_VTABLE_AT = (
-    2,
-    5,
-    7,
-    10,
-    12,
-)
-_ROOT_AT = 15
-_VTABLES = (
-    (_ROOT_VTABLE_AT, (10, 12, 0, 4, 8)),  # (version: 0), segments, named_data
-    (_SEGMENT_VTABLE_AT, (8, 24, 8, 16)),  # offset, size
-    (_NAMED_VTABLE_AT, (10, 16, 4, 8, 12)),  # key, segment_index, tensor_layout
-    (_BLOB_VTABLE_AT, (8, 12, 4, 8)),  # key, segment_index
-    (_LAYOUT_VTABLE_AT, (10, 16, 12, 4, 8)),  # scalar_type, sizes, dim_order
-)
-_SEGMENT_WORDS, _NAMED_WORDS, _BLOB_WORDS, _LAYOUT_WORDS = 6, 4, 3, 4
-
-
 def encode(index: Index) -> bytes:
     """The flatbuffer ``FT01`` of a pack: a segment for each range of bytes, a name for each tensor.
 
@@ -131,86 +113,52 @@ def encode(index: Index) -> bytes:
     would end it.
     """
     _refuse_nul(index)
-    return _words(index).tobytes()
-
-
-def _words(index: Index) -> NDArray[np.uint32]:
-    """The flatbuffer, in words of 4 bytes."""
     wanted = _wanted(index)
     tensors, segments = len(index), len(wanted.segment_offsets)
     named = np.flatnonzero(wanted.scalar_types != _NO_TYPE)
-    dims = wanted.dims.take(named)
-    ranks = dims.lengths
-    name_nbytes = index.ragged_names.lengths
+    dims = Ragged.of(wanted.dims.values, wanted.dims.lengths[named])
+    ranks = np.unique(dims.lengths)
 
-    # One area for each kind of thing, so that every reference leads forward.
-    segment_fields = _ROOT_AT + 4
-    named_fields = segment_fields + segments + 1
-    first_segment = named_fields + tensors
-    first_segment += first_segment % 2  # u64 fields stand at multiples of 8
-    first_named = first_segment + _SEGMENT_WORDS * segments
-    named_words = np.full(tensors, _BLOB_WORDS)
-    named_words[named] = _NAMED_WORDS
-    entries, first_layout = _places(first_named, named_words)
-    layouts = first_layout + _LAYOUT_WORDS * np.arange(len(named))
-    sizes, first_name = _places(first_layout + _LAYOUT_WORDS * len(named), 1 + ranks)
-    name_words = 1 + name_nbytes // 4 + 1  # count; text and terminator
-    names, first_order = _places(first_name, name_words)
-    distinct_ranks = np.unique(ranks)
-    orders, total = _places(first_order, 1 + (distinct_ranks + 3) // 4)
-    if 4 * total > MAX_FLATBUFFER_NBYTES:
-        raise LimitError(
-            f"a flatbuffer of {4 * total} bytes for {tensors} tensors: it must stay below 2 GiB",
-            value=4 * total,
-            limit=MAX_FLATBUFFER_NBYTES,
-        )
+    writer = ColumnWriter(IDENTIFIER)
+    root_vtable = writer.vtable(12, 0, 4, 8)  # (version: 0), segments, named_data
+    segment_vtable = writer.vtable(24, 8, 16)  # offset, size
+    named_vtable = writer.vtable(16, 4, 8, 12)  # key, segment_index, tensor_layout
+    blob_vtable = writer.vtable(12, 4, 8)  # key, segment_index
+    layout_vtable = writer.vtable(16, 12, 4, 8)  # scalar_type, sizes, dim_order
+    root = writer.reserve(3)
+    segment_references, named_references = writer.reserve(1 + segments), writer.reserve(1 + tensors)
+    writer.align(2)  # for the u64 fields
+    segment_places = writer.reserve_each(np.full(segments, 6))
+    entry_words = np.full(tensors, 3)
+    entry_words[named] = 4
+    entries = writer.reserve_each(entry_words)
+    layouts = writer.reserve_each(np.full(len(named), 4))
+    sizes = writer.reserve_each(1 + dims.lengths)
+    names = writer.reserve_each(text_words(index.ragged_names.lengths))
+    orders = writer.reserve_each(1 + (ranks + 3) // 4)
+    writer.allocate(f"a flatbuffer for {tensors} tensors")
 
-    out = np.zeros(total, "<u4")
-    out[0] = 4 * _ROOT_AT
-    out[1] = int.from_bytes(IDENTIFIER, "little")
-    for at, vtable in _VTABLES:
-        out[at:].view("<u2")[: len(vtable)] = vtable
-
-    def refer(fields: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
-        out[fields] = 4 * (targets - fields)
-
-    out[_ROOT_AT] = 4 * (_ROOT_AT - _ROOT_VTABLE_AT)
-    vectors = np.array([segment_fields - 1, named_fields - 1])
-    refer(np.array([_ROOT_AT + 1, _ROOT_AT + 2]), vectors)
-    out[vectors] = segments, tensors
-    tables = first_segment + _SEGMENT_WORDS * np.arange(segments)
-    refer(segment_fields + np.arange(segments), tables)
-    out[tables] = 4 * (tables - _SEGMENT_VTABLE_AT)
-    for word, column in ((2, wanted.segment_offsets), (4, wanted.segment_nbytes)):
-        out[tables + word] = column & 0xFFFFFFFF
-        out[tables + word + 1] = column >> 32
-    refer(named_fields + np.arange(tensors), entries)
-    out[entries] = 4 * (entries - _BLOB_VTABLE_AT)
-    out[entries[named]] = 4 * (entries[named] - _NAMED_VTABLE_AT)
-    refer(entries + 1, names)
-    out[entries + 2] = wanted.segments
-    refer(entries[named] + 3, layouts)
-    out[layouts] = 4 * (layouts - _LAYOUT_VTABLE_AT)
-    refer(layouts + 1, sizes)
-    refer(layouts + 2, orders[np.searchsorted(distinct_ranks, ranks)])
-    out[layouts + 3] = wanted.scalar_types[named]
-    out[sizes] = ranks
-    out[np.repeat(sizes + 1, ranks) + dims.places] = dims.values
-    out[names] = name_nbytes
-    # Count, text, then terminator and padding, of every name.
-    lengths = np.stack((np.full(tensors, 4), name_nbytes, 4 * name_words - 4 - name_nbytes), axis=1)
-    is_text = np.repeat(np.tile((False, True, False), tensors), lengths.ravel())
-    out.view(np.uint8)[4 * first_name : 4 * first_order][is_text] = index.names
-    for rank, order in zip(distinct_ranks.tolist(), orders.tolist()):
-        out[order] = rank
-        out[order + 1 :].view(np.uint8)[:rank] = np.arange(rank)
-    return out
-
-
-def _places(first: int, words: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """Where things of these lengths stand one after the other, and where the last one ends."""
-    ends = first + np.cumsum(words)
-    return ends - words, int(ends[-1]) if len(ends) else first
+    table = writer.root(root_vtable, root)
+    table.refer(1, segment_references)
+    table.refer(2, named_references)
+    writer.references(segment_references, segment_places)
+    table = writer.tables(segment_vtable, segment_places)
+    table.u64(0, wanted.segment_offsets)
+    table.u64(1, wanted.segment_nbytes)
+    writer.references(named_references, entries)
+    table = writer.tables(blob_vtable, entries)
+    table.refer(0, names)
+    table.u32(1, wanted.segments)
+    writer.tables(named_vtable, entries[named]).refer(2, layouts)
+    table = writer.tables(layout_vtable, layouts)
+    table.u32(0, wanted.scalar_types[named])
+    table.refer(1, sizes)
+    table.refer(2, orders[np.searchsorted(ranks, dims.lengths)])
+    writer.vectors(sizes, dims)
+    writer.texts(names, index.ragged_names)
+    for rank, order in zip(ranks.tolist(), orders.tolist()):
+        writer.text(order, bytes(range(rank)))
+    return writer.finish()
 
 
 def _refuse_nul(index: Index) -> None:

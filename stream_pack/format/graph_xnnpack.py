@@ -1,7 +1,6 @@
 """Header kind ``xnnpack``: the header of an XNNPACK payload, and ExecuTorch's XNNGraph.
 
-:func:`encode` writes the graph of a plain pack with NumPy, a record a tensor; :func:`decode` reads where the constants
-of any XNNGraph lie and what they are.
+:func:`encode` writes the graph of a plain pack; :func:`decode` reads where the constants of any XNNGraph are, and what.
 Source: ``schema/xnn_graph.fbs``; ExecuTorch 1.5.1, backends/xnnpack/serialization/schema.fbs and runtime_schema.fbs.
 """
 
@@ -15,13 +14,10 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.flatbuf import Table, Tables, root_table
+from stream_pack.format.flatbuf_write import ColumnWriter
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
-from stream_pack.format.limits import (
-    MAX_FLATBUFFER_NBYTES,
-    MAX_RANK,
-    MAX_XNNPACK_REGION_FILE_OFFSET,
-)
+from stream_pack.format.limits import MAX_RANK, MAX_XNNPACK_REGION_FILE_OFFSET
 from stream_pack.format.ragged import Ragged
 
 __all__ = [
@@ -105,53 +101,36 @@ class XnnGraph:
             raise FormatError(f"{_WHAT}: the key of constant {constant} is not UTF-8") from None
 
 
-# In words of 4 bytes, from the flatbuffer's first byte.  Tables are multiples of 8 bytes, for the u64 in them.
-_ROOT_VTABLE_AT, _CONSTANT_VTABLE_AT, _ROOT_AT = 2, 8, 10
-# Slots: version, xnodes, xvalues, (num_externs: 0), input_ids, output_ids, (two that are deprecated), constant_data.
-_ROOT_NBYTES = 28
-_ROOT_VTABLE = np.array([22, _ROOT_NBYTES, 4, 8, 12, 0, 16, 20, 0, 0, 24], "<u2")
-# Slots: offset, size, (named_key: absent; ExecuTorch's runtime looks for any that is there, an empty one too).
-_CONSTANT_WORDS, _OFFSET, _NBYTES = 6, 2, 4
-_CONSTANT_VTABLE = np.array([8, 24, 8, 16], "<u2")
-
-
 def encode(index: Index) -> bytes:
     """The flatbuffer ``XN01`` of a plain pack: every tensor a constant, no nodes and no values.
 
     28 bytes a tensor.  Raises: LimitError when it would reach 2 GiB.
     """
     constants = 1 + len(index)
-    version = _ROOT_AT + _ROOT_NBYTES // 4  # count 1, "0", terminator
-    nodes, values, inputs, outputs = range(version + 2, version + 6)
-    constant_data = version + 6
-    first = constant_data + 1 + constants
-    first += first % 2
-    total = first + _CONSTANT_WORDS * constants
-    if 4 * total > MAX_FLATBUFFER_NBYTES:
-        raise LimitError(
-            f"a graph of {4 * total} bytes for {len(index)} tensors: a flatbuffer must stay below 2 GiB",
-            value=4 * total,
-            limit=MAX_FLATBUFFER_NBYTES,
-        )
-    out = np.zeros(total, "<u4")
-    out[0] = 4 * _ROOT_AT
-    out[1] = int.from_bytes(IDENTIFIERS[0], "little")
-    for vtable, at in ((_ROOT_VTABLE, _ROOT_VTABLE_AT), (_CONSTANT_VTABLE, _CONSTANT_VTABLE_AT)):
-        out[at:].view("<u2")[: len(vtable)] = vtable
-    out[_ROOT_AT] = 4 * (_ROOT_AT - _ROOT_VTABLE_AT)
+    writer = ColumnWriter(IDENTIFIERS[0])
+    # Slots: version, xnodes, xvalues, (num_externs: 0), input_ids, output_ids, (two deprecated ones), constant_data.
+    root_vtable = writer.vtable(28, 4, 8, 12, 0, 16, 20, 0, 0, 24)
+    # offset, size, (named_key: absent; ExecuTorch's runtime looks for any that is there, an empty one too).
+    constant_vtable = writer.vtable(24, 8, 16)
+    root, version = writer.reserve(7), writer.reserve(2)
+    nodes, values, inputs, outputs = (writer.reserve(1) for _ in range(4))
+    constant_data = writer.reserve(1 + constants)
+    writer.align(2)  # for the u64 fields
+    first = writer.reserve(6 * constants)
+    writer.allocate(f"a graph for {len(index)} tensors")
+    places = first + 6 * np.arange(constants)
+
+    table = writer.root(root_vtable, root)
     targets = (version, nodes, values, inputs, outputs, constant_data)
-    for field, target in enumerate(targets, start=_ROOT_AT + 1):
-        out[field] = 4 * (target - field)
-    out[version : version + 2] = 1, ord("0")
-    out[constant_data] = constants
-    tables = first + _CONSTANT_WORDS * np.arange(constants)
-    fields = constant_data + 1 + np.arange(constants)
-    out[fields] = 4 * (tables - fields)
-    out[tables] = 4 * (tables - _CONSTANT_VTABLE_AT)
-    for word, column in ((_OFFSET, index.offsets), (_NBYTES, index.tensor_nbytes)):
-        out[tables[1:] + word] = column & 0xFFFFFFFF
-        out[tables[1:] + word + 1] = column >> 32
-    return out.tobytes()
+    for slot, target in zip((0, 1, 2, 4, 5, 8), targets, strict=True):
+        table.refer(slot, target)
+    writer.text(version, b"0")
+    writer.references(constant_data, places)
+    writer.tables(constant_vtable, places[:1])  # the reserved one
+    table = writer.tables(constant_vtable, places[1:])
+    table.u64(0, index.offsets)
+    table.u64(1, index.tensor_nbytes)
+    return writer.finish()
 
 
 _I2, _U4, _U8 = np.dtype("<i2"), np.dtype("<u4"), np.dtype("<u8")

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from stream_pack.errors import ChecksumError, FormatError, LimitError
+from stream_pack.errors import ChecksumError, FormatError
 from stream_pack.format import index
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.format.checksum import xxh3, zeros
+from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
 from stream_pack.format.front import MAX_HEADER_NBYTES, Front, decode_header
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.layout import Layout
 from stream_pack.format.limits import (
-    MAX_FLATBUFFER_NBYTES,
     MAX_HEAD_NBYTES,
     MAX_NBYTES,
     MAX_RECORD_NBYTES,
@@ -88,12 +88,7 @@ def encode(layout: Layout, front: Front) -> EncodedHead:
     """
     the_index = layout.index
     graph_bytes = front.encode(the_index)
-    if len(graph_bytes) > MAX_FLATBUFFER_NBYTES:
-        raise LimitError(
-            f"a graph of {len(graph_bytes)} bytes: a flatbuffer must stay below 2 GiB",
-            value=len(graph_bytes),
-            limit=MAX_FLATBUFFER_NBYTES,
-        )
+    check_flatbuffer_nbytes(len(graph_bytes), "a graph")
     index_bytes = index.encode(the_index)
     graph_end = front.kind.before_graph_nbytes + len(graph_bytes)
     index_file_offset = align_up(graph_end, INDEX_ALIGNMENT)

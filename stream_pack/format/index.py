@@ -23,7 +23,8 @@ from stream_pack.format.align import Alignment
 from stream_pack.format.checksum import block_counts, check_block_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.flatbuf import Table, root_table
-from stream_pack.format.limits import MAX_DTYPES, MAX_FLATBUFFER_NBYTES, MAX_NBYTES, MAX_RANK
+from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
+from stream_pack.format.limits import MAX_DTYPES, MAX_NBYTES, MAX_RANK
 from stream_pack.format.ragged import Ragged
 
 __all__ = [
@@ -241,13 +242,7 @@ def encode(index: Index) -> bytes:
     for array in (index.names, index.note_text, index.dims, index.name_ends):
         total += array.nbytes
     total += 64 * len(index) + 16 * len(index.buffer_offsets) + 20 * len(index.note_tensors)
-    if total > MAX_FLATBUFFER_NBYTES:
-        raise LimitError(
-            f"an index of about {total} bytes for {len(index)} tensors: a flatbuffer must stay below 2 GiB; "
-            "pack fewer tensors, or give them shorter names",
-            value=total,
-            limit=MAX_FLATBUFFER_NBYTES,
-        )
+    check_flatbuffer_nbytes(total, f"an index for {len(index)} tensors")
     builder = flatbuffers.Builder(total)
 
     def vector(array: NDArray[np.generic], dtype: str) -> int:
