@@ -59,21 +59,10 @@ exit codes:
   141  the reader of stdout has gone
 """
 
-_PATH_ERRNOS = frozenset(
-    {
-        errno.EACCES,
-        errno.EINVAL,
-        errno.EISDIR,
-        errno.ELOOP,
-        errno.ENAMETOOLONG,
-        errno.ENODEV,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.ENXIO,
-        errno.EPERM,
-        errno.EROFS,
-    }
-)
+_PATH_ERRNOS = frozenset({
+    errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENODEV, errno.ENOENT,
+    errno.ENOTDIR, errno.ENXIO, errno.EPERM, errno.EROFS,
+})  # fmt: skip
 """What opening a wrong path gives; every other errno is a failure of the machine."""
 
 

@@ -13,7 +13,7 @@ from stream_pack.cli.terminal import Standard
 from stream_pack.text import printable
 
 __all__ = [
-    "STANDARD", "Command", "add_file", "add_jobs", "add_json", "add_offset", "add_quiet", "key_value", "nbytes",
+    "STANDARD", "Command", "add_file", "add_flag", "add_jobs", "add_offset", "add_option", "key_value", "nbytes",
     "shown_path",
 ]  # fmt: skip
 
@@ -41,38 +41,42 @@ def shown_path(path: str, standard: Literal["stdin", "stdout"]) -> str:
     return standard if path == STANDARD else printable(path)
 
 
+def add_option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    metavar: str,
+    text: str,
+    *,
+    type: Callable[[str], object] = str,
+    repeated: bool = False,
+) -> None:
+    """An option with a value; a list of values if it can be ``repeated``."""
+    action = "append" if repeated else "store"
+    parser.add_argument(name, metavar=metavar, help=text, type=type, action=action)
+
+
+def add_flag(parser: argparse._ActionsContainer, *names: str, text: str) -> None:
+    """An option without a value."""
+    parser.add_argument(*names, action="store_true", help=text)
+
+
 def add_file(parser: argparse.ArgumentParser, name: str) -> None:
-    """The file that a command reads in place, and where in it."""
+    """The file that a command reads in place, where to start in it, and --json."""
     parser.add_argument("source", metavar=name, type=_path)
     add_offset(parser)
+    add_flag(parser, "--json", text="print JSON instead of text")
 
 
 def add_offset(parser: argparse.ArgumentParser) -> None:
-    """--offset"""
-    parser.add_argument(
-        "--offset",
-        metavar="NBYTES",
-        type=nbytes,
-        default=0,
-        help="byte of the file to start at (default 0), as inspect shows it for packs inside a .pte",
-    )
+    """Where to start in a file."""
+    text = "byte of the file to start at (default 0), as inspect shows it for packs inside a .pte"
+    add_option(parser, "--offset", "NBYTES", text, type=nbytes)
+    parser.set_defaults(offset=0)
 
 
 def add_jobs(parser: argparse.ArgumentParser, default: str) -> None:
-    """--jobs"""
-    parser.add_argument(
-        "--jobs", metavar="N", type=_positive, help=f"threads to use (default: {default})"
-    )
-
-
-def add_json(parser: argparse.ArgumentParser, text: str) -> None:
-    """--json"""
-    parser.add_argument("--json", action="store_true", help=text)
-
-
-def add_quiet(parser: argparse.ArgumentParser, text: str) -> None:
-    """--quiet"""
-    parser.add_argument("--quiet", "-q", action="store_true", help=text)
+    """How many threads to use."""
+    add_option(parser, "--jobs", "N", f"threads to use (default: {default})", type=_positive)
 
 
 def nbytes(text: str) -> int:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from stream_pack.cli.arguments import (
     STANDARD,
     Command,
+    add_flag,
     add_jobs,
-    add_json,
     add_offset,
-    add_quiet,
+    add_option,
     key_value,
     nbytes,
     shown_path,
@@ -55,25 +55,17 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     _add_keys(parser)
     _add_selection(parser)
     _add_layout(parser)
-    parser.add_argument(
-        "--spool-dir",
-        metavar="FOLDER",
-        help="folder for temporary files if TARGET is - (otherwise that of TARGET)",
-    )
-    parser.add_argument(
-        "--max-memory",
-        metavar="NBYTES",
-        type=nbytes,
-        help="use less memory than this (resident anonymous pages, the interpreter included), or refuse at once",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print what would be done and write nothing; reads no tensor data, and only the head of a pipe",
-    )
+    text = "folder for temporary files if TARGET is - (otherwise that of TARGET)"
+    add_option(parser, "--spool-dir", "FOLDER", text)
+    text = "use less memory than this (resident anonymous pages, the interpreter included), or refuse at once"
+    add_option(parser, "--max-memory", "NBYTES", text, type=nbytes)
+    text = "print what would be done and write nothing; reads no tensor data, and only the head of a pipe"
+    add_flag(parser, "--dry-run", text=text)
     add_jobs(parser, "one per core, at most 4")
-    add_json(parser, "print the report as JSON: to stdout, or to stderr if TARGET is -")
-    add_quiet(parser, "no progress bar and no summary, only errors and warnings")
+    text = "print the report as JSON: to stdout, or to stderr if TARGET is -"
+    add_flag(parser, "--json", text=text)
+    text = "no progress bar and no summary, only errors and warnings"
+    add_flag(parser, "--quiet", "-q", text=text)
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -82,22 +74,14 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "A flat state dict is taken as it is. In a nested checkpoint, the dict under state_dict, model or "
         "model_state_dict is taken if exactly one of these keys holds tensors; otherwise --key must choose one.",
     )
-    group.add_argument(
-        "--key",
-        metavar="KEY",
-        action="append",
-        help="take what is under this key; a.b, or --key a --key b, means b inside a; . means everything",
+    text = (
+        "take what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
     )
-    group.add_argument(
-        "--list-keys",
-        action="store_true",
-        help="print which keys hold tensors, how many and how large, and write nothing",
-    )
-    group.add_argument(
-        "--ignore-unknown",
-        action="store_true",
-        help="leave out objects that only code could rebuild, with all they contain, instead of refusing them",
-    )
+    add_option(group, "--key", "KEY", text, repeated=True)
+    text = "print which keys hold tensors, how many and how large, and write nothing"
+    add_flag(group, "--list-keys", text=text)
+    text = "leave out objects that only code could rebuild, with all they contain, instead of refusing them"
+    add_flag(group, "--ignore-unknown", text=text)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -105,58 +89,27 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         "tensors, names and dtypes",
         "Globs (*, ?, [...]) match whole tensor names of the source. All but --order can be repeated.",
     )
-    group.add_argument(
-        "--include", metavar="GLOB", action="append", help="take only tensors that match"
-    )
-    group.add_argument(
-        "--exclude", metavar="GLOB", action="append", help="leave out tensors that match"
-    )
-    group.add_argument(
-        "--rename",
-        metavar="s/REGEX/NEW/",
-        action="append",
-        help="replace the first match of a Python regular expression in each name; a g at the end replaces every match",
-    )
-    group.add_argument(
-        "--dtype",
-        metavar="[GLOB=]DTYPE",
-        action="append",
-        help="cast floats, or those that match GLOB, to f16, bf16, f32 or f64; the first rule that matches a name "
-        "applies",
-    )
-    group.add_argument(
-        "--order",
-        choices=("source", "name"),
-        help="order of the tensors: as in the source (default), or by name",
-    )
+    add_option(group, "--include", "GLOB", "take only tensors that match", repeated=True)
+    add_option(group, "--exclude", "GLOB", "leave out tensors that match", repeated=True)
+    text = "replace the first match of a Python regular expression in each name; a g at the end replaces every match"
+    add_option(group, "--rename", "s/REGEX/NEW/", text, repeated=True)
+    text = "cast floats, or those that match GLOB, to f16, bf16, f32 or f64; the first rule that matches applies"
+    add_option(group, "--dtype", "[GLOB=]DTYPE", text, repeated=True)
+    text = "order of the tensors: as in the source (default), or by name"
+    group.add_argument("--order", choices=("source", "name"), help=text)
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the pack", "NBYTES can end in K, M or G, which are binary.")
-    group.add_argument(
-        "--metadata",
-        metavar="KEY=VALUE",
-        type=key_value,
-        action="append",
-        help="store this text in the pack; can be repeated",
-    )
-    group.add_argument(
-        "--alignment", metavar="NBYTES", type=nbytes, help="alignment of each tensor (default 256)"
-    )
-    group.add_argument(
-        "--large-alignment",
-        metavar="NBYTES",
-        type=nbytes,
-        help="alignment of each tensor of 1 MiB or more (default 16K)",
-    )
-    group.add_argument(
-        "--block-nbytes", metavar="NBYTES", type=nbytes, help="bytes per checksum (default 4M)"
-    )
-    group.add_argument(
-        "--allow-blowup",
-        action="store_true",
-        help="allow output of more than four times the source (expanded tensors, overlapping views)",
-    )
+    text = "store this text in the pack; can be repeated"
+    add_option(group, "--metadata", "KEY=VALUE", text, type=key_value, repeated=True)
+    text = "alignment of each tensor (default 256)"
+    add_option(group, "--alignment", "NBYTES", text, type=nbytes)
+    text = "alignment of each tensor of 1 MiB or more (default 16K)"
+    add_option(group, "--large-alignment", "NBYTES", text, type=nbytes)
+    add_option(group, "--block-nbytes", "NBYTES", "bytes per checksum (default 4M)", type=nbytes)
+    text = "allow output of more than four times the source (expanded tensors, overlapping views)"
+    add_flag(group, "--allow-blowup", text=text)
 
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:

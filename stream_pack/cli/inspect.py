@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file, add_json
+from stream_pack.cli.arguments import Command, add_file
 from stream_pack.cli.exits import DONE
 from stream_pack.cli.terminal import Standard
 
@@ -15,7 +15,6 @@ __all__ = ["INSPECT"]
 
 def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     add_file(parser, "FILE")
-    add_json(parser, "print JSON instead of a table")
 
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file, add_json, nbytes
+from stream_pack.cli.arguments import Command, add_file, add_option, nbytes
 from stream_pack.cli.exits import DONE, INPUT, UsageError
 from stream_pack.cli.terminal import Standard
 from stream_pack.errors import LimitError
@@ -16,13 +16,8 @@ __all__ = ["METAL_PLAN"]
 
 def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     add_file(parser, "PACK")
-    parser.add_argument(
-        "--max-buffer-length",
-        metavar="NBYTES",
-        type=nbytes,
-        help="the device's longest buffer (default 3.5G, the limit of the smallest Macs)",
-    )
-    add_json(parser, "print JSON instead of text")
+    text = "the device's longest buffer (default 3.5G, the limit of the smallest Macs)"
+    add_option(parser, "--max-buffer-length", "NBYTES", text, type=nbytes)
 
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:

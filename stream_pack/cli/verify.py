@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file, add_jobs, add_json, add_quiet
+from stream_pack.cli.arguments import Command, add_file, add_flag, add_jobs
 from stream_pack.cli.exits import DAMAGE, DONE
 from stream_pack.cli.progress import progress_bar
 from stream_pack.cli.terminal import Standard
@@ -18,8 +18,7 @@ __all__ = ["VERIFY"]
 def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     add_file(parser, "FILE")
     add_jobs(parser, "one per core")
-    add_json(parser, "print the result as JSON")
-    add_quiet(parser, "no progress bar; print nothing if the pack is intact")
+    add_flag(parser, "--quiet", "-q", text="no progress bar; print nothing if the pack is intact")
 
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:

@@ -52,73 +52,55 @@ def convert(
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> Report:
-    r"""Pack a checkpoint, in one pass and constant memory.
+    r"""Convert a checkpoint to a pack, in one pass and constant memory.
 
-    ``source``: a path, a descriptor or binary file object (a pipe will do), a mapping of names to
-    torch tensors or NumPy arrays, or a module.  Formats: torch.save (both of its formats), safetensors, GGUF, packs.
-    A path may also be a folder, or its index: Hugging Face shards, Llama shards with params.json, a torch.distributed
+    ``source``: a path, a descriptor or binary file object (also of a pipe), a mapping of names to torch tensors or
+    NumPy arrays, or a module.  Formats: torch.save (zip and legacy), safetensors, GGUF, packs.  A path may also be that
+    of a folder, or of its index file: Hugging Face shards, Llama shards with params.json, a torch.distributed
     checkpoint, an mmap-ninja array.
-    ``target``: a path, which is replaced only when the pack is complete and on disk, or a
-    descriptor or binary file object, which is written in order and never closed.
-    ``to``: what ExecuTorch takes the pack for: ``"mps"`` and ``"xnnpack"``, a payload of that delegate; ``"ptd"``, a
-    data file, which its runtimes load beside a program whose tensors are external.  Tensors, checksums and all uses of
-    the pack here are the same; a pack may be converted from one to another.
+    ``target``: a path, which is replaced only when the pack is complete and on disk; or a descriptor or binary file
+    object, which is written in order and not closed.
+    ``to``: what ExecuTorch reads the pack as: ``"mps"`` and ``"xnnpack"`` are a payload of that delegate, ``"ptd"`` is
+    a data file that its runtimes load beside a program with external tensors.  Tensors, checksums and all uses of the
+    pack here are the same, and a pack can be converted from one to another.
 
-    ``key``: which of the dicts that a torch.save checkpoint nests.  ``"a.b"`` or ``["a", "b"]`` is what stands under
-    ``b`` in what stands under ``a`` (a key that holds a dot comes before the two that it could be cut into; items of
-    lists, and what a dict holds under a number, have that number as a key: ``"optimizer.state.0"``); ``"."`` is all of
-    it.  By default a flat state dict is taken as it is, else what
-    stands under ``state_dict``, ``model`` or ``model_state_dict`` if exactly one of these holds tensors, which the
-    report then says; else the checkpoint is refused.  Below the chosen dict, names are joined by dots.
-    ``ignore_unknown``: leave out objects in the checkpoint that only code could rebuild, with whatever they hold; the
-    report says which.  Without it they are a reason to refuse.  No code of a checkpoint is ever run.
+    ``key``: which dict of a nested torch.save checkpoint to take.  ``"a.b"`` or ``["a", "b"]`` means ``b`` inside
+    ``a``; if there is a key ``"a.b"``, it wins.  Items of lists, and keys that are numbers, are given as text:
+    ``"optimizer.state.0"``.  ``"."`` is the whole checkpoint.  By default a flat state dict is taken as it is; in a
+    nested checkpoint, the dict under ``state_dict``, ``model`` or ``model_state_dict`` is taken if exactly one of these
+    keys holds tensors, and the report says so; otherwise the checkpoint is refused.  Names below the chosen dict are
+    joined by dots.  :func:`stream_pack.list_keys` shows the choice.
+    ``ignore_unknown``: leave out objects that only code could rebuild, with all they contain; the report names them.
+    Without it they are refused.  Code of a checkpoint is never run.
 
-    ``include``, ``exclude``: globs over whole names of the source; case counts.  A tensor is taken
-    if one of ``include`` matches, or there are none, and none of ``exclude`` does.
-    ``rename``: ``"s/^module\.//"``, as sed writes it with Python's regular expressions (``g`` at the
-    end: everywhere in the name), or a function from name to name; several are applied one after the
-    other.
-    ``dtype``: what floats (float16, bfloat16, float32, float64) are cast to, rounded as torch
-    rounds; every other dtype stays.  A name or dtype; or a mapping of globs to them, or a sequence
-    of texts such as ``"norm*=f32"`` and ``"bf16"``, of which the first that matches a name of the
-    source counts.
-    ``order``: ``"source"``, or ``"name"`` to sort by the bytes of the names.
+    ``include``, ``exclude``: globs over whole names of the source, case-sensitive.  A tensor is taken if it matches one
+    of ``include``, or there are none, and matches none of ``exclude``.
+    ``rename``: ``"s/^module\.//"``, in the form of sed with Python's regular expressions (``g`` at the end: every match
+    in a name), or a function from name to name; several are applied one after the other.
+    ``dtype``: what float16, bfloat16, float32 and float64 are cast to, rounded as torch rounds; other dtypes stay.  A
+    name or dtype; a mapping of globs to these; or a sequence of texts such as ``"norm*=f32"`` and ``"bf16"``.  The
+    first rule that matches a name of the source applies.
+    ``order``: ``"source"``, or ``"name"`` to sort by the UTF-8 bytes of the names.
 
-    ``metadata`` is added to what the source has; ``alignment``, ``block_nbytes``: see
-    docs/FORMAT.md.  ``allow_blowup`` permits output above four times the source bytes it comes from.
-    ``jobs``: threads, by default one a core and at most 4.  ``max_memory``: bytes of resident
-    anonymous memory that the process stays below from here on, what it has already counted;
-    what it takes is chosen accordingly, and what cannot be kept is refused before the first byte, also while the head
-    of the source is still being read.  ``spool_dir``: a folder for temporary files when the target
-    is a stream (with a path they lie beside it).  ``progress(done, total)`` is called in bytes of
-    tensor data.  ``announce(line)`` is called before the first byte when such files will be needed.
+    ``metadata`` is added to that of the source.  ``alignment``, ``block_nbytes``: see docs/FORMAT.md.
+    ``allow_blowup`` allows output of more than four times the source bytes used.
+    ``jobs``: threads; by default one per core, at most 4.  ``max_memory``: a limit in bytes on the resident anonymous
+    memory of the process, what it uses before the call included.  The conversion adapts to it, or is refused before
+    the first byte is written.  ``spool_dir``: a folder for temporary files if the target is a stream (those of a path
+    are in its folder).  ``progress(done, total)`` is called with bytes of tensor data.  ``announce(line)`` is called
+    before the first byte if temporary files are needed.
 
-    Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the
-    options that FORMAT.md names, never on ``jobs``, ``chunk_nbytes``, ``max_memory`` or how the
-    source came.
-    Raises: OptionError; SourceError, also when nothing is left by ``include`` and ``exclude`` or two
-    tensors would have one name; LimitError; OSError.  A target path is then as it was before.
+    Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the options that FORMAT.md
+    names, not on ``jobs``, ``chunk_nbytes``, ``max_memory`` or the kind of source.
+    Raises: OptionError; SourceError, also if ``include`` and ``exclude`` leave no tensor or two tensors get one name;
+    LimitError; OSError.  A target path is then unchanged.
     """
     options = ConvertOptions(
-        to=to,
-        key=key,
-        ignore_unknown=ignore_unknown,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        order=order,
-        metadata=metadata,
-        alignment=alignment,
-        block_nbytes=block_nbytes,
-        allow_blowup=allow_blowup,
-        jobs=jobs,
-        chunk_nbytes=chunk_nbytes,
-        max_memory=max_memory,
-        spool_dir=spool_dir,
-        progress=progress,
+        to=to, key=key, ignore_unknown=ignore_unknown, include=include, exclude=exclude, rename=rename, dtype=dtype,
+        order=order, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup,
+        jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory, spool_dir=spool_dir, progress=progress,
         announce=announce,
-    )
+    )  # fmt: skip
     return convert_with(source, target, options)
 
 
@@ -142,28 +124,16 @@ def forecast(
     chunk_nbytes: int = CHUNK_NBYTES,
     max_memory: int | None = None,
 ) -> Forecast:
-    """What :func:`convert` would do with these arguments.  No tensor data is read, of a pipe its head only.
+    """What :func:`convert` would do with these arguments.  Reads no tensor data, and only the head of a pipe.
 
     ``to_stream``: the target is a descriptor or file object, not a path.
     Raises: what :func:`convert` would raise before its first byte.
     """
     options = ConvertOptions(
-        to=to,
-        key=key,
-        ignore_unknown=ignore_unknown,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        order=order,
-        metadata=metadata,
-        alignment=alignment,
-        block_nbytes=block_nbytes,
-        allow_blowup=allow_blowup,
-        jobs=jobs,
-        chunk_nbytes=chunk_nbytes,
-        max_memory=max_memory,
-    )
+        to=to, key=key, ignore_unknown=ignore_unknown, include=include, exclude=exclude, rename=rename, dtype=dtype,
+        order=order, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup,
+        jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory,
+    )  # fmt: skip
     return forecast_with(source, options, to_stream=to_stream)
 
 
@@ -179,24 +149,18 @@ def save_file(
     allow_blowup: bool = False,
     jobs: int | None = None,
 ) -> Report:
-    """Save tensors that are in memory: a mapping of names to torch tensors or NumPy arrays, or a
-    module.
+    """Save tensors in memory: a mapping of names to torch tensors or NumPy arrays, or a module.
 
     ``to``, ``dtype`` and the other options: as for :func:`convert`.
 
     Copies: none of contiguous tensors on the CPU; a window at a time of others.
-    Raises: SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path``
-    is then as before.
+    Raises: OptionError; SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path`` is then
+    unchanged.
     """
     options = ConvertOptions(
-        to=to,
-        dtype=dtype,
-        metadata=metadata,
-        alignment=alignment,
-        block_nbytes=block_nbytes,
-        allow_blowup=allow_blowup,
-        jobs=jobs,
-    )
+        to=to, dtype=dtype, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes,
+        allow_blowup=allow_blowup, jobs=jobs,
+    )  # fmt: skip
     return convert_with(tensors, path, options)
 
 
@@ -207,7 +171,7 @@ def convert_with(
     *,
     front: Front | None = None,
 ) -> Report:
-    """:func:`convert`, given its options as one object.  ``front`` replaces the one that ``options`` ask for."""
+    """:func:`convert`, given its options as one object.  ``front`` replaces that of ``options``."""
     with ExitStack() as stack:
         sink = stack.enter_context(open_sink(target))
         _refuse_overwriting(source, sink)
@@ -256,12 +220,12 @@ def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bo
 
 
 def _refuse_overwriting(source: object, sink: Sink) -> None:
-    """A file that is written in place while it is read becomes neither what it was nor a pack of it."""
+    """Refuse to write a file in place while it is read, which would destroy it."""
     if sink.identity is None:
         return
     sources = [source]
     if isinstance(source, (str, os.PathLike)):
-        # A set may read any file of its folder, or of its index's, that has bytes.
+        # A set may read any non-empty file in its folder, or in that of its index.
         path = os.fsdecode(source)
         folder = os.path.dirname(path) or "." if path.endswith(".json") else path
         if os.path.isdir(folder):
@@ -272,6 +236,6 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
             ]
     if sink.identity in map(file_identity, sources):
         raise SourceError(
-            "the target is open for writing in place, and it is the source's file, or one in its folder: give its "
-            "path as the target, which is replaced when the pack is complete"
+            "the target is open for writing, and is the file of the source or in its folder: pass the target's path "
+            "instead, which is replaced when the pack is complete"
         )

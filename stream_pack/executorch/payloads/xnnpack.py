@@ -66,15 +66,10 @@ def build_xnnpack_payload(
     OSError.  A target path is then as it was before.
     """
     options = ConvertOptions(
-        metadata=metadata,
-        alignment=alignment,
-        block_nbytes=block_nbytes,
+        metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, jobs=jobs, max_memory=max_memory,
+        spool_dir=spool_dir, progress=progress,
         allow_blowup=True,  # the graph fixes what each constant holds, expanded views too
-        jobs=jobs,
-        max_memory=max_memory,
-        spool_dir=spool_dir,
-        progress=progress,
-    )
+    )  # fmt: skip
     _refuse_kept_pointers(graph)
     named = name_constants("constant", range(1, _entries(graph)), names)
     wanted = [_constant(graph, *constant) for constant in named]
