@@ -15,7 +15,7 @@ import stream_pack
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
 
 TORCH_MODULES = {
-    "executorch/export/hooks_caches.py",
+    "executorch/export/hooks.py",
     "executorch/export/hooks_copies.py",
     "executorch/export/hooks_mps.py",
     "executorch/export/hooks_named_data.py",

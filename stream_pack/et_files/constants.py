@@ -30,6 +30,7 @@ __all__ = [
     "duplicate_name",
     "expected_nbytes",
     "find_faults",
+    "fits",
     "join",
     "lookup",
 ]
@@ -105,10 +106,7 @@ def byte_strings(
 
 
 def join(parts: Sequence[Constants]) -> Constants:
-    """All constants of ``parts``, in order, each with a name of its own.
-
-    A name that an earlier one has gets ``#2``, ``#3`` and so on.
-    """
+    """All constants of ``parts``, in order, with unique names: one that an earlier one has gets ``#2``, ``#3``, ..."""
     names: list[str] = []
     taken: dict[str, int] = {}
     invalid: dict[int, str] = {}
@@ -179,6 +177,13 @@ def duplicate_name(name: str, file_begin: int, file_end: int) -> Fault:
     return Fault("names", text, file_begin, file_end, (name,), fatal=True)
 
 
+def fits(
+    offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64], room: np.uint64
+) -> NDArray[np.bool_]:
+    """Which ranges are inside the first ``room`` bytes.  No sum of them wraps."""
+    return (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
+
+
 def lookup(numbers: NDArray[np.integer], table: Mapping[int, int]) -> NDArray[np.int16]:
     """The dtype of each number; ``table`` has those of the numbers that are known."""
     distinct, places = np.unique(numbers, return_inverse=True)
@@ -195,14 +200,16 @@ def expected_nbytes(constants: Constants) -> NDArray[np.int64]:
         rows = np.flatnonzero(ranks == rank)
         shapes = constants.dims.values[begins[rows, None] + np.arange(rank)]
         filled = np.where(shapes == 0, 1, shapes)
-        # Float64 proves that the exact product fits; 2**60 elements of 16 bytes are beyond any file.
-        fits = (shapes >= 0).all(axis=1) & (filled.astype(np.float64).prod(axis=1) < MAX_NBYTES / 4)
-        elements = np.where(fits[:, None], filled, 1).prod(axis=1)
+        # float64 proves that the exact product fits; 2**60 elements of 16 bytes are beyond any file.
+        possible = (shapes >= 0).all(axis=1) & (
+            filled.astype(np.float64).prod(axis=1) < MAX_NBYTES / 4
+        )
+        elements = np.where(possible[:, None], filled, 1).prod(axis=1)
         last = shapes[:, -1] if rank else np.ones(len(rows), np.int64)
-        fits &= last % 8 * bits[rows] % 8 == 0
+        possible &= last % 8 * bits[rows] % 8 == 0
         length = elements // 8 * bits[rows] + elements % 8 * bits[rows] // 8
         length[(shapes == 0).any(axis=1)] = 0
-        expected[rows] = np.where(fits, length, -1)
+        expected[rows] = np.where(possible, length, -1)
     return expected
 
 
@@ -211,7 +218,7 @@ def _contradiction(constants: Constants, row: int) -> str:
     try:
         expected = tensor_nbytes(constants.names[row], int(constants.dtypes[row]), shape)
     except (SourceError, LimitError) as error:
-        return f"is impossible: {error}"
+        return f"is not possible: {error}"
     return f"has {nbytes} bytes; {constants.dtype_name(row)} of shape {list(shape)} has {expected}"
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.et_files.constants import Constants, Fault
+from stream_pack.et_files.constants import Constants, Fault, fits, join
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
@@ -72,13 +72,7 @@ class Payload:
     users: tuple[str, ...] = ()
 
 
-NOTHING = Constants(
-    names=(),
-    dtypes=np.empty(0, np.int16),
-    dims=Ragged.of(np.empty(0, np.int64), []),
-    file_offsets=np.empty(0, np.int64),
-    nbytes=np.empty(0, np.int64),
-)
+NOTHING = join([])
 
 
 def constants_inside(
@@ -98,7 +92,7 @@ def constants_inside(
     ``offsets`` count from the region's first byte.
     """
     room = np.uint64(payload.region_nbytes)
-    inside = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
+    inside = fits(offsets, nbytes, room)
     for row in np.flatnonzero(~inside).tolist():
         text = (
             f"constant {quoted(names[row])} has {nbytes[row]} bytes from byte {offsets[row]} on, outside the {room} "

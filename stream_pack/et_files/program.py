@@ -1,7 +1,7 @@
-"""ExecuTorch programs (.pte): the flatbuffer in front, which says what the segments behind it are.
+"""ExecuTorch programs (.pte): the flatbuffer at the beginning, which describes the segments that follow.
 
-Pure: bytes in, positions out, none of which is yet compared with the length of a file; that is for
-:mod:`stream_pack.et_files.survey`.  Source: ExecuTorch 1.4.1, schema/program.fbs, schema/extended_header.cpp.
+Bytes in, positions out; :mod:`stream_pack.et_files.survey` compares these with the length of the file.
+Source: ExecuTorch 1.4.1, schema/program.fbs, schema/extended_header.cpp.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 IDENTIFIER = b"ET12"
 EXTENDED_MAGIC = b"eh00"
-# Behind the flatbuffer's identifier: 8 4s magic   12 u32 nbytes of this header   16 u64 program nbytes
+# After the flatbuffer's identifier: 8 4s magic   12 u32 nbytes of this header   16 u64 program nbytes
 #   24 u64 segments' file offset   32 u64 segments' nbytes, only if the header has 32 bytes or more
 _EXTENDED = struct.Struct("<4sIQQ")
 _SEGMENTS_NBYTES = struct.Struct("<Q")
@@ -41,21 +41,21 @@ _U1, _I1 = np.dtype(np.uint8), np.dtype(np.int8)
 _U4, _I4 = np.dtype("<u4"), np.dtype("<i4")
 _U8 = np.dtype("<u8")
 _MAX_IDENTIFIER_NBYTES = 1024
-"""Of a method's name, or a backend's: it is told again with each of their payloads and constants."""
+"""Of a method's name, or a backend's: each of their payloads and constants repeats it."""
 _MAX_MUTABLE_SEGMENTS = 1024
 """ExecuTorch writes one."""
 _TENSOR = 5
-"""Of the union KernelTypes."""
+"""In the union KernelTypes."""
 _SEGMENT, _EXTERNAL = 1, 1
-"""Of DataLocation and TensorDataLocation."""
+"""In DataLocation, and in TensorDataLocation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramHeader:
     """Where the parts of a .pte are.
 
-    ``program_nbytes`` is None for a program without extended header, which is all of its file and has no segments.
-    ``segments_nbytes`` is None where the header does not say it.
+    ``program_nbytes`` is None for a program without an extended header, which is the whole file and has no segments.
+    ``segments_nbytes`` is None where the header does not have it.
 
     Units: bytes; file offsets count from the program's first byte.
     """
@@ -67,7 +67,7 @@ class ProgramHeader:
 
 @dataclass(frozen=True, slots=True)
 class Delegate:
-    """A delegate of a method: whose payload is ``index`` of the inline data, or of the segments."""
+    """A delegate of a method.  ``index``: the number of its payload, among the inline ones or the segments."""
 
     method: str
     number: int
@@ -75,10 +75,13 @@ class Delegate:
     in_segment: bool
     index: int
 
+    def __str__(self) -> str:
+        return f"{self.method}/{self.number}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offsets:
-    """Where in a segment each of several buffers begins; Units: bytes from the segment's first one."""
+    """Where each of several buffers begins in a segment.  Units: bytes from the segment's first one."""
 
     segment: int
     offsets: NDArray[np.uint64]
@@ -86,11 +89,11 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorData:
-    """The tensors of all methods whose data the program knows, as columns.
+    """The tensors of all methods that have data before the program runs, as columns.
 
-    ``buffers`` numbers the data, among the constants or, where ``mutable``, among those of ``mutable_segments``.
-    ``names`` is None for most; of ``external`` tensors, whose data is in another file, it is the key.  ``dim_orders``
-    is as long as ``sizes``, or the tensor is broken.
+    ``buffers``: the number of the data, among the constants or, where ``mutable``, among those of ``mutable_segments``.
+    ``names``: None for most; for ``external`` tensors, whose data is in another file, the key.  ``dim_orders`` has rows
+    as long as those of ``sizes``, or the tensor is invalid.
     """
 
     buffers: NDArray[np.uint32]
@@ -110,7 +113,7 @@ class TensorData:
 class Program:
     """What a program's flatbuffer says of its data.
 
-    ``inline`` and ``buffers`` are (file offsets, nbytes) of payloads and constants that stand in the flatbuffer.
+    ``inline`` and ``buffers`` are (file offsets, nbytes) of payloads and constants inside the flatbuffer.
     ``segments`` are (offsets, nbytes), ``named`` (keys, numbers of segments).
 
     Units: bytes; segment offsets count from the header's ``segments_file_offset``.
@@ -129,7 +132,7 @@ class Program:
 def decode_header(start: bytes) -> ProgramHeader:
     """Read the first bytes of a .pte (40 are enough).  No bound is checked.
 
-    Raises: FormatError when they are none.
+    Raises: FormatError when it is not a program.
     """
     if start[4:8] != IDENTIFIER:
         raise FormatError(
@@ -140,7 +143,7 @@ def decode_header(start: bytes) -> ProgramHeader:
     _, nbytes, program_nbytes, segments = _EXTENDED.unpack_from(start, 8)
     if nbytes < _EXTENDED.size:
         raise FormatError(
-            f"the program's extended header claims {nbytes} bytes: expected at least {_EXTENDED.size}"
+            f"the program's extended header has {nbytes} bytes: expected at least {_EXTENDED.size}"
         )
     segments_nbytes = None
     if nbytes >= _EXTENDED.size + _SEGMENTS_NBYTES.size and len(start) >= MAX_HEADER_NBYTES:
@@ -151,8 +154,8 @@ def decode_header(start: bytes) -> ProgramHeader:
 def decode(data: memoryview) -> Program:
     """Read the flatbuffer of a program: the file's bytes up to the header's ``program_nbytes``.
 
-    About a microsecond a value; memory in proportion to ``data``, whatever it holds.
-    Raises: FormatError when an offset leads out of it.
+    Takes about a microsecond a value, and memory in proportion to ``data``, whatever it holds.
+    Raises: FormatError when an offset leads outside.
     """
     root = Tables(data, np.array([root_table(data, IDENTIFIER, _WHAT).position]), _WHAT)
     plans, segments, named = (root.children(slot)[1] for slot in (1, 4, 7))
@@ -186,7 +189,7 @@ def _delegates(plans: Tables) -> list[Delegate]:
         processed.scalars(1, _U4).tolist(),
         strict=True,
     )
-    firsts = np.searchsorted(rows, rows)  # of the same method: rows ascend
+    firsts = np.searchsorted(rows, rows)  # the first of the same method: rows ascend
     return [
         Delegate(
             method=methods[int(rows[row])],
@@ -243,7 +246,7 @@ def _tensors(plans: Tables) -> TensorData:
 
 
 def _info(tensors: Tables) -> tuple[NDArray[np.int64], Tables]:
-    """The rows that have extra information, and that."""
+    """The rows that have extra information, and the tables of it."""
     rows = _present(tensors, 9)
     return rows, tensors.tables(9, rows)
 

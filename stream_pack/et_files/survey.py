@@ -20,6 +20,7 @@ from stream_pack.et_files.constants import (
     byte_strings,
     duplicate_name,
     find_faults,
+    fits,
     join,
 )
 from stream_pack.et_files.payload import Keyed, Payload, ReadFile
@@ -40,7 +41,7 @@ Places: TypeAlias = "dict[tuple[int, int], list[programs.Delegate]]"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of the file with a name of its own; Units: bytes, the half-open range ``[file_begin, file_end)``."""
+    """A part of the file that has a name.  Units: bytes, the half-open range ``[file_begin, file_end)``."""
 
     name: str
     file_begin: int
@@ -51,7 +52,7 @@ class Span:
 class Survey:
     """One file.
 
-    ``kind``: ``"pte"``, or that of its only payload.  ``constants`` come in ``groups``: (name, number of constants).
+    ``kind``: ``"pte"``, or the kind of the only payload.  ``constants`` come in ``groups``: (name, how many).
     ``spans``: all else that is in the file; where two overlap, the first counts.  ``external``: how many constants are
     in other files.  ``file_end``: where the last known byte ends.
     """
@@ -183,8 +184,8 @@ def _segments(
         base = end
     base = min(base, end)
     room = np.uint64(end - base)
-    inside = (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
-    inside |= nbytes == 0  # wherever it is said to be
+    # An empty one is fine wherever it is said to be.
+    inside = fits(offsets, nbytes, room) | (nbytes == 0)
     for number in np.flatnonzero(~inside).tolist():
         text = (
             f"segment {number} has {nbytes[number]} bytes from byte {offsets[number]} on, outside the {room} bytes of "
@@ -203,8 +204,7 @@ def _payload_places(program: Program, segments: Segments, faults: list[Fault]) -
         begins, lengths = segments if delegate.in_segment else program.inline
         if delegate.index >= len(begins):
             what = "segment" if delegate.in_segment else "inline payload"
-            who = f"delegate {delegate.number} of method {delegate.method!r}"
-            text = f"{who} has {what} {delegate.index} of {len(begins)}"
+            text = f"the payload of {quoted(str(delegate))} is {what} {delegate.index}, and there are {len(begins)}"
             faults.append(Fault("graph", text, 0, MAX_HEADER_NBYTES, fatal=True))
             continue
         place = int(begins[delegate.index]), int(lengths[delegate.index])
@@ -215,7 +215,7 @@ def _payload_places(program: Program, segments: Segments, faults: list[Fault]) -
     for (begin, nbytes), users in sorted(places.items()):
         if begin < reach:
             # Were each of them read, a small file could ask for any amount of time and memory.
-            text = f"the payload of {users[0].method}/{users[0].number} overlaps the one before it"
+            text = f"the payload of {quoted(str(users[0]))} overlaps the one before it"
             faults.append(Fault("segment", text, begin, begin + nbytes, fatal=True))
         else:
             apart[begin, nbytes] = users
@@ -225,13 +225,13 @@ def _payload_places(program: Program, segments: Segments, faults: list[Fault]) -
 
 def _payloads(file: ReadFile, places: Places, faults: list[Fault]) -> Iterator[Payload]:
     for (begin, nbytes), delegates in places.items():
-        users = tuple(f"{delegate.method}/{delegate.number}" for delegate in delegates)
+        users = tuple(map(str, delegates))
         try:
             payload = read_payload(
                 file, file_offset=begin, nbytes=nbytes, prefix=f"{users[0]}/", packs=True
             )
         except FormatError as error:
-            text = f"the payload of {users[0]} (bytes {begin} to {begin + nbytes}): {error}"
+            text = f"the payload of {quoted(users[0])} (bytes {begin} to {begin + nbytes}): {error}"
             faults.append(Fault("graph", text, begin, begin + nbytes, fatal=True))
         else:
             yield replace(payload, backend=delegates[0].backend, users=users)

@@ -22,7 +22,6 @@ from stream_pack.et_files.program import Offsets, Program
 
 __all__ = ["Segments", "program_constants"]
 
-
 Segments = tuple[NDArray[np.int64], NDArray[np.int64]]
 """File offsets and lengths; -1 and 0 for a segment that is not in the file."""
 

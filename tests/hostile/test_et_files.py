@@ -196,7 +196,7 @@ def test_payloads_that_overlap_are_not_each_read_anew(bounded: None) -> None:
     found = survey(head + payload + bytes(400))
     assert len(found.constants) == 400
     assert [(fault.part, fault.fatal) for fault in found.faults] == [("segment", True)] * 399
-    assert "forward/1 overlaps" in found.faults[0].text
+    assert "'forward/1' overlaps" in found.faults[0].text
 
 
 @pytest.mark.parametrize("what", ["method", "backend"])

@@ -22,7 +22,7 @@ from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, zeros
 from stream_pack.pipeline.source import Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
 
-__all__ = ["CHUNK_NBYTES", "SMALL_NBYTES", "Extent", "Held", "Holder", "OnDisk", "chunks_of"]
+__all__ = ["CHUNK_NBYTES", "SMALL_NBYTES", "Extent", "Held", "Holder", "OnDisk"]
 
 CHUNK_NBYTES = 1 << 20
 SMALL_NBYTES = 4096
@@ -142,10 +142,10 @@ def _read(fragment: Fragment, begin: int, end: int, chunk_nbytes: int) -> Iterat
     if isinstance(fragment, Extent):
         at = fragment.offset
         return fragment.file.read(at + begin, at + end, chunk_nbytes=chunk_nbytes)
-    return chunks_of(memoryview(fragment)[begin:end], chunk_nbytes)
+    return _chunks(memoryview(fragment)[begin:end], chunk_nbytes)
 
 
-def chunks_of(memory: memoryview, chunk_nbytes: int) -> Iterator[memoryview]:
+def _chunks(memory: memoryview, chunk_nbytes: int) -> Iterator[memoryview]:
     """``memory`` in chunks.  Copies: none."""
     for begin in range(0, len(memory), chunk_nbytes):
         yield memory[begin : begin + chunk_nbytes]
@@ -205,6 +205,10 @@ class Holder:
             tuple(checksums + hasher.finish()),
             None if sha is None else sha.digest(),
         )
+
+    def hold_memory(self, memory: memoryview, *, sha256: bool = False) -> Held:
+        """Write all of ``memory``, as :meth:`hold` does."""
+        return self.hold(_chunks(memory, self.chunk_nbytes), len(memory), sha256=sha256)
 
     def _reserve(self, nbytes: int) -> Extent:
         with self._lock:

@@ -1,8 +1,8 @@
-"""Copies of the model that an export makes to be safe: here they share its memory.
+"""Copies of the model that an export makes as a precaution: in a block they share its memory.
 
-ExecuTorch deep-copies the program that it hands to a backend, and a weight that goes to two of them.  Strict export
-(``torch.export.export(..., strict=True)``, ExecuTorch's Llama export among others) keeps two clones of each weight, in
-case that a condition has to be computed.
+ExecuTorch deep-copies the program that it hands to a backend, and a weight that two backends use.  Strict export
+(``torch.export.export(..., strict=True)``, as in ExecuTorch's Llama export) keeps two clones of each weight, in case a
+condition has to be evaluated.
 
 Imports torch: only a block of ``streaming_constants`` imports this.
 """
@@ -28,8 +28,8 @@ LOWERING = (
     "executorch.exir.backend.canonical_partitioners.duplicate_constant_node_pass",
     "executorch.exir.program._program",
 )
-"""Modules that copy programs and weights to rearrange graphs; a weight is never written to.  Anybody else's deepcopy
-is one."""
+"""Modules that copy programs and weights to rearrange graphs, and do not write to weights.  A deepcopy that any other
+module makes is a real one."""
 
 
 def _deepcopy(
@@ -46,7 +46,7 @@ def _deepcopy(
 
 
 def _caller() -> str:
-    """The module that called the function we stand for."""
+    """The module that called the replaced function."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals["__name__"].startswith("stream_pack."):
         frame = frame.f_back
@@ -80,13 +80,13 @@ def _clone_input(export: Export, stock: Callable[..., Any], value: Any, fake_mod
 
 
 def _lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A clone that takes memory when it, or ``tensor``, is written to; None where torch has none."""
+    """A clone that takes memory only once it, or ``tensor``, is written to; None where torch has no such clone."""
     if tensor.layout != torch.strided or tensor.nbytes < SMALL_NBYTES:
         return None
     try:
         return tensor.detach()._lazy_clone()
     except RuntimeError:
-        # Memory that torch did not allocate, as a mapped checkpoint's.  A parameter is not written to in inference.
+        # Memory that torch did not allocate, such as a mapped file.  Inference does not write to a parameter.
         return tensor.detach() if isinstance(tensor, torch.nn.Parameter) else None
 
 

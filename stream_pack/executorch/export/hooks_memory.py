@@ -1,8 +1,8 @@
 """Memory that ExecuTorch copies by ``bytes(ctypes.cast(address, ctypes.POINTER(ctypes.c_char * n)).contents)``.
 
-That is how it gets at a constant's bytes, in functions that are too long to write again.  While one of them runs, the
-expression gives a placeholder, and the memory goes to disk.  Should a version of ExecuTorch read a constant in another
-way, it gets its bytes as always: more memory is used, and nothing else changes.
+This is how functions that are too long to replace read a constant.  While one of them runs, the expression gives a
+placeholder, and the memory goes to disk.  Should a version of ExecuTorch read a constant in another way, it gets the
+bytes as always: more memory is used, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from stream_pack.executorch.export.held import SMALL_NBYTES, chunks_of
+from stream_pack.executorch.export.held import SMALL_NBYTES, Holder
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
@@ -28,8 +28,8 @@ __all__ = ["HOOKS", "Reading", "reading"]
 class Reading:
     """A function of ExecuTorch that is about to read the constant ``label``.
 
-    ``sha256``: whether somebody is going to need that digest of it.  ``keys``: names that ExecuTorch has made of the
-    placeholder's SHA-256, and what they are with the content's.
+    ``sha256``: whether that digest of it will be needed.  ``keys``: names that ExecuTorch has made from the
+    placeholder's SHA-256 -> the names with the content's.
     """
 
     label: str
@@ -41,13 +41,13 @@ _READING: ContextVar[Reading | None] = ContextVar("stream_pack_reading", default
 
 
 def current() -> Reading | None:
-    """The reading that goes on in this thread."""
+    """The reading in this thread, if there is one."""
     return _READING.get()
 
 
 @contextlib.contextmanager
 def reading(label: str, *, sha256: bool) -> Iterator[Reading]:
-    """Until left, this thread's copies of memory are placeholders."""
+    """Inside this, the thread's copies of memory are placeholders."""
     this = Reading(label=label, sha256=sha256)
     token = _READING.set(this)
     try:
@@ -56,39 +56,33 @@ def reading(label: str, *, sha256: bool) -> Iterator[Reading]:
         _READING.reset(token)
 
 
+@dataclass(slots=True, eq=False)
 class _Pointer:
-    """What ``ctypes.cast`` gives: only ``contents`` is asked of it, and of that only ``bytes()``."""
+    """The result of ``ctypes.cast``, of which only ``bytes(pointer.contents)`` is used."""
 
-    def __init__(self, export: Export, this: Reading, address: int, nbytes: int) -> None:
-        self._export = export
-        self._reading = this
-        self._address = address
-        self._nbytes = nbytes
-        self._placeholder: HeldBytes | None = None
+    holder: Holder
+    reading: Reading
+    address: int
+    nbytes: int
+    placeholder: HeldBytes | None = None
 
     @property
     def contents(self) -> _Pointer:
         return self
 
     def __bytes__(self) -> HeldBytes:
-        if self._placeholder is None:
-            memory = np.ctypeslib.as_array(
-                (ctypes.c_uint8 * self._nbytes).from_address(self._address)
-            )
-            held = self._export.holder.hold(
-                chunks_of(memoryview(memory), self._export.holder.chunk_nbytes),
-                self._nbytes,
-                sha256=self._reading.sha256,
-            )
-            self._placeholder = HeldBytes(held, self._reading.label)
-        return self._placeholder
+        if self.placeholder is None:
+            array = np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
+            held = self.holder.hold_memory(memoryview(array), sha256=self.reading.sha256)
+            self.placeholder = HeldBytes(held, self.reading.label)
+        return self.placeholder
 
 
 def _cast(export: Export, stock: Callable[..., Any], obj: Any, typ: Any) -> Any:
     this, nbytes = _READING.get(), _chars(typ)
     if this is None or nbytes < SMALL_NBYTES or not isinstance(obj, int):
         return stock(obj, typ)
-    return _Pointer(export, this, obj, nbytes)
+    return _Pointer(export.holder, this, obj, nbytes)
 
 
 def _chars(pointer: Any) -> int:
@@ -99,4 +93,17 @@ def _chars(pointer: Any) -> int:
     return int(getattr(array, "_length_", 0))
 
 
-HOOKS = (Hook("ctypes", "cast", _cast),)
+def _emit_tensor(
+    export: Export, stock: Callable[..., Any], self: Any, spec: Any, constant_tag: str | None = None
+) -> Any:
+    """A constant that no delegate takes, such as an embedding in an XNNPACK export."""
+    name = getattr(spec.extra_tensor_info, "fully_qualified_name", None)
+    label = f"the constant {name!r}" if name else f"a constant of shape {list(spec.shape)}"
+    with reading(label, sha256=False):
+        return stock(self, spec, constant_tag)
+
+
+HOOKS = (
+    Hook("ctypes", "cast", _cast),
+    Hook("executorch.exir.emit._emitter", "_Emitter._tensor_spec_to_evalue", _emit_tensor),
+)

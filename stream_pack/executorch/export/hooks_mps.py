@@ -1,10 +1,11 @@
 """MPS delegate payloads whose constants go to disk as the graph is made (ExecuTorch up to 1.4).
 
-Where ExecuTorch writes a constant wrongly, this writes it rightly: a view's own elements instead of its storage's first
-bytes, elements of the type that the graph says, one constant for equal ones of one type only, and nothing that another
-export has left behind.
+Some constants that ExecuTorch gets wrong are right here: a view has its own elements instead of its storage's first
+bytes, elements have the type that the graph says, constants are merged only if type and elements are equal, and
+nothing is left over from another export.
 
-Imports torch, and ExecuTorch's MPS backend only once somebody else has: importing that warns and configures logging.
+Imports torch.  ExecuTorch's MPS backend is hooked only once other code has imported it: importing it warns and
+configures logging.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ float64 gets float64."""
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What one call of ``preprocess`` knows: names of parameters and buffers by node, and by number as they are met."""
+    """What one call of ``preprocess`` knows: names of parameters and buffers by node, and labels by number of value."""
 
     names: dict[str, str]
     labels: dict[int, str] = field(default_factory=dict)
@@ -55,7 +56,7 @@ def _serialized_buffer(
     node_id: int,
     mps_data_type: Any = None,
 ) -> tuple[int, Any, Any]:
-    """As ExecuTorch, but by the tensor's name, and without a contiguous copy of it."""
+    """Like ExecuTorch's, except that it notes the tensor's name, and makes no contiguous copy."""
     from executorch.backends.apple.mps.utils.mps_utils import get_param_tensor, is_parameter
 
     if not is_parameter(self.exported_program, node):
@@ -77,7 +78,7 @@ def _serialized_data(
     mps_data_type: Any,
     id: int,
 ) -> tuple[int, Any, Any]:
-    """Hold the constant's elements instead of copying its storage; what is returned stands for them."""
+    """Hold the constant's elements on disk instead of copying its storage; returns a placeholder for them."""
     schema = _schema()
     name = export.state[__name__].labels.get(id, f"constant {id}")
     if tensor.numel() == 0:
@@ -86,7 +87,7 @@ def _serialized_data(
             tensor=name,
         )
     if mps_data_type == INT4:
-        # Only the device's own code can pack these: ExecuTorch does it, one tensor at a time.
+        # Only code on the device can pack these: ExecuTorch does it, one tensor at a time.
         nbytes, buffer, mps_data_type = stock(self, tensor, mps_graph, mps_data_type, id)
         held = export.holder.hold([buffer.storage], nbytes)
     else:
@@ -112,7 +113,7 @@ def _define_scalar(
     mps_data_type: Any,
     mps_graph: Any,
 ) -> int:
-    """As ExecuTorch, but 1, 1.0 and True, or numbers for graphs of two types, are constants of their own."""
+    """Like ExecuTorch's, except that 1, 1.0 and True are different constants, and so are those of different types."""
     key = (type(val), repr(val), int(mps_data_type))
     if key in self.tensor_to_id:
         return self.tensor_to_id[key]  # type: ignore[no-any-return]
@@ -134,12 +135,13 @@ def _define_scalar(
 def _hash_tensor(
     export: Export, stock: Callable[..., Any], self: Any, tensor: torch.Tensor
 ) -> object:
-    """What tells constants apart: Python's hash of the numbers takes -1 for -2, and no notice of type and shape."""
+    """A key that is equal for equal constants only: ExecuTorch's, Python's hash of the numbers, is the same for -1 and
+    -2, and for any type and shape."""
     return str(tensor.dtype), tuple(tensor.shape), digest_of(tensor)
 
 
 def _node_visitors(export: Export, stock: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Visitors of one program that number their tensors among themselves, not among all programs of the process."""
+    """Visitors whose numbers of tensors are those of one program, not of all that the process has exported."""
     visitors: dict[str, Any] = stock(*args)
     numbers: dict[Any, Any] = {}
     for visitor in visitors.values():
@@ -154,7 +156,7 @@ def _node_visitors(export: Export, stock: Callable[..., Any], *args: Any) -> dic
 def _constant_segment(
     export: Export, stock: Callable[..., Any], mps_graph: Any
 ) -> tuple[StreamedCord | Region, Any]:
-    """Say where each constant will stand, and what the region is made of."""
+    """Give each constant its offset; returns what the region consists of."""
     if export.alignment == "stock":
         return stock(mps_graph)  # type: ignore[no-any-return]
     labels = export.state[__name__].labels
@@ -174,9 +176,9 @@ def _constant_segment(
 
 
 class _Payload(StreamedCord):
-    """The payload as ``preprocess`` puts it together: header, graph, padding, constants.
+    """The payload as ``preprocess`` assembles it: header, graph, padding, constants.
 
-    With a region it is a pack, whose header and padding are its own.
+    With a region it becomes a pack, which has its own header and padding.
     """
 
     _region: Region | None = None
@@ -193,7 +195,7 @@ class _Payload(StreamedCord):
         else:
             _, graph, *_ = self._buffers
             held = assemble(self._region, graph)
-        # Who calls preprocess() himself may hand the payload to anything.
+        # Other code that calls preprocess() may do anything with the payload.
         caller = sys._getframe(2).f_globals.get("__name__")
         placeholder = HeldBytes(held, "an MPS payload")
         return placeholder if caller in _LOWERING else bytes(placeholder)

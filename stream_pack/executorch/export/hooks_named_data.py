@@ -1,8 +1,8 @@
 """Data that delegates share by name, in the program or in files of their own (``.ptd``).
 
-ExecuTorch keeps it in a ``NamedDataStore``, which merges equal data by their SHA-256.  What comes in is put to disk,
-and the store has what stands for it: ``FileBackedData`` from 1.5 on, placeholders before, of which it computes the
-digests that decide the same.
+ExecuTorch keeps it in a ``NamedDataStore``, which merges equal data by SHA-256.  Here the data goes to disk, and the
+store has a stand-in: ``FileBackedData`` from 1.5 on, before that a placeholder, whose SHA-256 is equal to another's
+exactly where the data is.
 
 Imports ExecuTorch and torch: only a block of ``streaming_constants`` imports this.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stream_pack.executorch.export import hooks_memory
-from stream_pack.executorch.export.held import SMALL_NBYTES, Held, chunks_of
+from stream_pack.executorch.export.held import SMALL_NBYTES, Held
 from stream_pack.executorch.export.hooks_program import cord
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.placeholder import HeldBytes
@@ -51,15 +51,12 @@ def _add(
         key = _true_key(key, data)
         data = _stand_in(data.held, label)
     elif type(data) is bytes and len(data) >= SMALL_NBYTES:
-        data = _stand_in(
-            export.holder.hold(chunks_of(memoryview(data), export.holder.chunk_nbytes), len(data)),
-            label,
-        )
+        data = _stand_in(export.holder.hold_memory(memoryview(data)), label)
     stock(self, key, data, *args, **kwargs)
 
 
 def _true_key(key: str, data: HeldBytes) -> str:
-    """``key``, or, where it was made of the placeholder's SHA-256, what it is with the content's."""
+    """``key``, with the content's SHA-256 where it has the placeholder's."""
     this = hooks_memory.current()
     wrong = hashlib.sha256(data).hexdigest()
     if this is None or not key.endswith(wrong):
@@ -70,9 +67,9 @@ def _true_key(key: str, data: HeldBytes) -> str:
 
 
 def _tensor_bytes(export: Export, stock: Callable[..., Any], tensor: torch.Tensor) -> Any:
-    """The tensor's elements in the order of its dims in memory, which is what its layout in the store says.
+    """The tensor's elements in the order of its dims in memory, which the store keeps as its layout.
 
-    Only what is a view is not as in ExecuTorch, which would take the whole storage.
+    Like ExecuTorch's, except for a view, of which ExecuTorch would take the whole storage.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized:
         return stock(tensor)

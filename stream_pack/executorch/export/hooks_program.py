@@ -1,4 +1,4 @@
-"""Program files with constants on disk: what ExecuTorch puts together, it puts together of references.
+"""Program files with constants on disk: ExecuTorch assembles references to them.
 
 Imports ExecuTorch: only a block of ``streaming_constants`` imports this.
 """
@@ -26,19 +26,19 @@ from stream_pack.writer.sink import BinaryWriter
 __all__ = ["HOOKS", "StreamedCord", "cord"]
 
 EMITTER = "executorch.exir.emit._emitter"
-"""Passes a payload on to where placeholders are known, in a block."""
+"""In a block, passes a payload on to code that takes placeholders."""
 COLLECTOR = "executorch.exir.program._program"
-"""Puts what delegates share into one store, which knows placeholders in a block, and refuses them after it."""
+"""Collects shared data in one store, which takes placeholders in a block, and refuses them after it."""
 MODULE = "executorch.exir.lowered_backend_module"
 """Makes a program of one delegate."""
 VERIFIER = "torch._export.verifier"
-"""Looks at a payload's type, whenever a program is made or copied."""
+"""Checks a payload's type whenever a program is made or copied."""
 
 
 class StreamedCord(Cord):  # type: ignore[misc]
-    """ExecuTorch's ``Cord``, whose parts may lie on disk: ``_buffers`` has a :class:`Held` for each placeholder.
+    """ExecuTorch's ``Cord``, whose parts may be on disk: ``_buffers`` has a :class:`Held` for each placeholder.
 
-    It stays what it is after the block, so that whatever a program manager does with it later is right.
+    It remains valid after the block, whatever a program manager does with it.
     """
 
     def append(self, data: Any) -> None:
@@ -66,7 +66,7 @@ class StreamedCord(Cord):  # type: ignore[misc]
 
 
 def _write_all(outfile: BinaryWriter, data: memoryview) -> None:
-    """An unbuffered file may take a part; other kinds take all, and some of them return nothing."""
+    """An unbuffered file may take a part; other files take all, and some of them return None."""
     while data:
         written = outfile.write(data)
         if written == 0:
@@ -75,10 +75,10 @@ def _write_all(outfile: BinaryWriter, data: memoryview) -> None:
 
 
 class LoweredBackendModule(StockModule):  # type: ignore[misc]
-    """ExecuTorch's class, by the name that it is told by, for a payload or named data that lie on disk.
+    """ExecuTorch's class, under its name, by which other code recognises it, for a payload or named data on disk.
 
-    ``processed_bytes`` and ``named_data_store_output`` are of real bytes, because C code may read them; but for those
-    who pass them on, or look only at their type.  Copies: all of them, into memory.
+    ``processed_bytes`` and ``named_data_store_output`` have real bytes, because C code may read them, except for the
+    callers above, which only pass them on or check their type.  Copies: all of the bytes, into memory.
     """
 
     @property
@@ -104,7 +104,7 @@ class LoweredBackendModule(StockModule):  # type: ignore[misc]
 
 
 def cord(export: Export, stock: Callable[..., Any], data: Any = None) -> StreamedCord:
-    """In place of ``Cord(data)``."""
+    """Replaces ``Cord(data)``."""
     return StreamedCord(data)
 
 
@@ -131,7 +131,7 @@ def _serialize_program(
     segment_alignment: int = 128,
     **kwargs: Any,
 ) -> Any:
-    """As ExecuTorch; on pages, if that was asked for, what is mapped: delegates' payloads, and data that they share."""
+    """Like ExecuTorch's; with alignment ``"page"``, segments (payloads and shared data) begin on pages."""
     if export.alignment == "page":
         segment_alignment = math.lcm(segment_alignment, PAGE_NBYTES)
     return stock(
@@ -142,7 +142,7 @@ def _serialize_program(
 
 
 def _coerce_bytes(export: Export, stock: Callable[..., Any], data: Any) -> bytes:
-    """What a flatbuffer takes in line: bytes that are copied in C."""
+    """Real bytes for what is copied into a flatbuffer, in C."""
     return bytes(data) if isinstance(data, HeldBytes) else stock(data)
 
 

@@ -1,7 +1,7 @@
 """XNNPACK's constants: from the tensor's memory to disk, under the same names as in ExecuTorch.
 
-What ExecuTorch computes before it asks for bytes, it computes with whole tensors: another memory format, fp32 of
-another dtype, quantized values.  Such a copy is as long as that tensor, and there is one at a time.
+What ExecuTorch computes before it reads the bytes, it computes for a whole tensor at a time: another memory format,
+fp32 of another dtype, quantized values.
 
 Imports torch: only a block of ``streaming_constants`` imports this.
 """
@@ -31,14 +31,14 @@ def _serialize_constant(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A weight, or the scales of one: both name their bytes by SHA-256 and list them in ``constant_data``."""
+    """A weight, or the scales of one: both are named after their SHA-256 and listed in ``constant_data``."""
     begin = len(xnn_graph.constant_data)
     node = getattr(what, "q_input", what)
     with reading(f"XNNPACK's constant {node}", sha256=True) as this:
         result = stock(self, what, xnn_graph, *args, **kwargs)
     for entry in xnn_graph.constant_data[begin:]:
         entry.named_key = this.keys.get(entry.named_key, entry.named_key)
-    # What ExecuTorch computed with is as long as the tensor, and free now; glibc would keep some of it.
+    # ExecuTorch's copies of the tensor are freed by now; glibc would keep some of that memory.
     give_back()
     return result
 
@@ -46,7 +46,7 @@ def _serialize_constant(
 def _param_tensor(
     export: Export, stock: Callable[..., Any], exp_prog: Any, node: Any
 ) -> torch.Tensor | None:
-    """ExecuTorch goes on to take the whole storage: for a view, that would be other weights than the view's."""
+    """ExecuTorch goes on to read the whole storage, so a view gets a storage of its own."""
     tensor = stock(exp_prog, node)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
         return tensor  # type: ignore[no-any-return]
@@ -56,13 +56,13 @@ def _param_tensor(
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory, whose storage is that memory and no more.  Copies: none."""
+    """A tensor of the same memory, whose storage is only that memory.  Copies: none."""
     memory = view.detach().reshape(-1).view(torch.uint8).numpy()
     return torch.from_numpy(memory).view(view.dtype).reshape(view.shape)
 
 
 def _pack_nibbles(export: Export, stock: Callable[..., Any], inp: torch.Tensor) -> torch.Tensor:
-    """A window of rows at a time, because ExecuTorch copies what it is given four times over."""
+    """ExecuTorch's, some rows at a time, because it makes four copies of its argument."""
     if inp.ndim != 2 or not inp.numel():
         return stock(inp)  # type: ignore[no-any-return]
     rows, columns = inp.shape

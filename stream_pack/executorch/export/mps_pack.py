@@ -1,4 +1,4 @@
-"""An MPS payload that is a pack, put together of constants that lie on disk."""
+"""An MPS payload that is a pack, assembled from constants on disk."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.front import KINDS, Front
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
+from stream_pack.text import quoted
 
 __all__ = ["HeldConstant", "Region", "assemble", "plan_region"]
 
@@ -32,7 +33,7 @@ class HeldConstant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """Where the constants stand: ``offsets`` in their order; ``buffers``, what the region is filled with.
+    """Where the constants are: ``offsets`` in their order; ``buffers``, the contents of the region.
 
     Units: bytes, from the region's first.
     """
@@ -46,7 +47,7 @@ class Region:
 
 
 def plan_region(constants: Sequence[HeldConstant]) -> Region:
-    """Lay out the constants.  Those of equal content share their bytes.
+    """Lay out the constants.  Those with equal contents share their bytes.
 
     Raises: UnsupportedTensorError when a constant's length is not that of its shape; LimitError.
     """
@@ -63,8 +64,8 @@ def plan_region(constants: Sequence[HeldConstant]) -> Region:
         )
         if nbytes != held.nbytes:
             raise UnsupportedTensorError(
-                f"constant {name!r} has {held.nbytes} bytes, and {list(constant.shape)} elements of MPS type "
-                f"{constant.datatype} have {nbytes}: export with alignment='stock'",
+                f"constant {quoted(name)} has {held.nbytes} bytes, but shape {list(constant.shape)} of MPSDataType "
+                f"{constant.datatype} takes {nbytes}: export with alignment='stock'",
                 tensor=name,
             )
     by_storage = {storages[c.held.digest, c.held.nbytes]: c.held for c in constants}
@@ -78,7 +79,7 @@ def plan_region(constants: Sequence[HeldConstant]) -> Region:
 
 
 def assemble(region: Region, graph: bytes) -> Held:
-    """The pack of ``region`` behind ``graph``, the flatbuffer that says the same.  Copies: none of the constants."""
+    """The pack that begins with ``graph``, the flatbuffer that describes ``region``.  Copies: none of the constants."""
     encoded = head.encode(region.layout, Front(KINDS["mps"], lambda index: graph))
     checksums = np.array(
         [checksum for held in region.buffers for checksum in held.block_checksums], "<u8"

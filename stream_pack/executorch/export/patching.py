@@ -73,9 +73,9 @@ _REPLACED: dict[tuple[str, str], _Replaced] = {}
 
 
 class Patches:
-    """``hooks``, in place from ``with`` to its end.  Nothing is replaced if one of them is refused.
+    """A context manager: ``hooks`` are in place inside.  If one of them is refused, nothing is replaced.
 
-    Raises, on entering: UntestedVersionError for a hook that is not what was tested; with ``allow_untested`` this is a
+    Raises, on entering: UntestedVersionError for a hook that is not as tested; with ``allow_untested`` this is a
     warning, and a hook that is missing is left out.  ModuleNotFoundError without ExecuTorch.
     """
 
@@ -103,7 +103,7 @@ class Patches:
             self._waiting = []
 
     def refresh(self) -> None:
-        """Hook what waited for its module, where that is imported by now."""
+        """Hook the late ones whose modules have been imported by now."""
         if not self._waiting:
             return
         with _LOCK:
@@ -117,7 +117,7 @@ class Patches:
                 self._mine.append(key)
 
     def _probe(self, hooks: list[Hook]) -> list[Hook]:
-        """Those that are there; refuses, or warns of, what is not as tested."""
+        """Those that exist.  Refuses the others, and those that are not as tested, or warns of them."""
         found, faults = [], []
         for hook in hooks:
             fault = None if (hook.module, hook.name) in _REPLACED else _fault(hook)
@@ -127,7 +127,7 @@ class Patches:
                 faults.append(f"{hook} {fault}")
         if faults:
             message = (
-                f"ExecuTorch {_version()} is not as the versions tested ({', '.join(TESTED_VERSIONS)}): "
+                f"ExecuTorch {_version()} differs from the versions tested ({', '.join(TESTED_VERSIONS)}): "
                 f"{'; '.join(faults)}"
             )
             if not self._allow_untested:
@@ -146,13 +146,13 @@ def _import(hook: Hook) -> None:
     try:
         importlib.import_module(hook.module)
     except ModuleNotFoundError as error:
-        # Without ExecuTorch at all there is nothing to stream.
+        # Only a part of ExecuTorch may be missing, not all of it.
         if error.name == "executorch" or not f"{hook.module}.".startswith(f"{error.name}."):
             raise
 
 
 def _owner(hook: Hook) -> tuple[Any, str] | None:
-    """What has the hook's last name as an attribute of its own."""
+    """The object that has the hook's function as an attribute of its own, and that attribute's name."""
     owner: Any = sys.modules.get(hook.module)
     *path, attribute = hook.name.split(".")
     for step in path:

@@ -1,8 +1,8 @@
 """What ExecuTorch sees in place of a constant's bytes.
 
-ExecuTorch wants ``bytes``, and C code that is given some reads their memory without asking.  So a placeholder is
-``bytes`` whose memory is a token: unequal contents have unequal tokens, so that hashing and comparing them decides as
-for the contents.  Everything that Python code can ask of it is answered for the contents.
+ExecuTorch wants ``bytes``, and C code reads the memory of such an object directly.  So a placeholder is ``bytes`` whose
+memory is a token.  Unequal contents have unequal tokens, so that hashing and comparing give the same results as for
+the contents.  Everything that Python code can ask of it is answered for the contents.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from stream_pack.executorch.export.session import active
 __all__ = ["HeldBytes", "held_in"]
 
 MAGIC = b"stream_pack: a placeholder"
-"""Found in a file, this says what happened."""
+"""A file that has this was written by code that took a token for the contents."""
 
 
 class HeldBytes(OnDisk, bytes):
-    """Stands for ``held``, called ``label`` in messages.
+    """Stands for ``held``, which messages call ``label``.
 
-    Reading it (a slice, ``bytes()``, iterating, adding) gives the contents, from disk.  Copies: what the same would
-    copy of ordinary bytes.
+    Reading it (a slice, ``bytes()``, iterating, adding) gives the contents, from disk.  Copies: as of ordinary bytes.
 
-    Its length is told only inside a block of ``streaming_constants``, where the functions of ExecuTorch that go on to
-    copy the bytes in C are replaced; elsewhere StateError is raised, before a token can be taken for the contents.
+    It has a length only inside a block of ``streaming_constants``, where the functions of ExecuTorch that would copy
+    the bytes in C are replaced; elsewhere StateError is raised, before a token can be taken for the contents.
     """
 
     held: Held
@@ -52,12 +51,12 @@ class HeldBytes(OnDisk, bytes):
         return self.held.read(0, self.held.nbytes)
 
     def __getitem__(self, key: SupportsIndex | slice) -> int | bytes:  # type: ignore[override]
-        if isinstance(key, slice):
-            begin, end, step = key.indices(self.held.nbytes)
-            if step == 1:
-                return self.held.read(begin, end)
-            return bytes(self)[key]
-        return self.held.read(*_one(key, self.held.nbytes))[0]
+        chosen = range(self.held.nbytes)[key]
+        if isinstance(chosen, int):
+            return self.held.read(chosen, chosen + 1)[0]
+        if chosen.step == 1:
+            return self.held.read(chosen.start, chosen.stop)
+        return bytes(self)[key]
 
     def __iter__(self) -> Iterator[int]:
         for chunk in self.held.chunks():
@@ -78,23 +77,14 @@ class HeldBytes(OnDisk, bytes):
     def _check_inside(self) -> None:
         if active() is None:
             raise StateError(
-                f"{self.label or 'a constant'} ({self.held.nbytes} bytes) was streamed to disk, and this is code of "
-                "ExecuTorch outside of the block, or in another thread: call to_executorch inside of "
-                "streaming_constants(), in the thread that is in it, and write what it gives with "
-                "stream_pack.executorch.write_program(manager, path), or by its own methods"
+                f"{self.label or 'a constant'} ({self.held.nbytes} bytes) was streamed to disk, and is used outside of "
+                "the block, or in another thread: call to_executorch inside of streaming_constants(), in the same "
+                "thread, and write its result with stream_pack.executorch.write_program(manager, path) or by its own "
+                "methods"
             )
 
 
 def held_in(value: object) -> Held | None:
-    """What ``value`` stands for: of a placeholder, or of any object with one in ``.held``; None for real bytes."""
+    """What a placeholder, or another object with an attribute ``held``, stands for; None for real bytes."""
     held = value if isinstance(value, Held) else getattr(value, "held", None)
     return held if isinstance(held, Held) else None
-
-
-def _one(key: SupportsIndex, nbytes: int) -> tuple[int, int]:
-    index = key.__index__()
-    if index < 0:
-        index += nbytes
-    if not 0 <= index < nbytes:
-        raise IndexError("index out of range")
-    return index, index + 1

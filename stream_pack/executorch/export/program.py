@@ -1,4 +1,4 @@
-"""Writing a program whose constants lie on disk."""
+"""Writing a program whose constants are on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["write_program"]
 
 
 class _SinkFile:
-    """A sink as the file object that ExecuTorch writes to, front to back."""
+    """A sink as a file object, to which ExecuTorch writes from beginning to end."""
 
     def __init__(self, sink: FileSink) -> None:
         self._sink = sink
@@ -29,21 +29,20 @@ class _SinkFile:
 
 
 def write_program(manager: ExecutorchProgramManager, path: str | os.PathLike[str]) -> int:
-    """Write the program file of ``manager``, from a block of ``streaming_constants`` or not, and return its length in
-    bytes.
+    """Write the program file of ``manager``, a chunk at a time, and return its length in bytes.
 
-    A chunk at a time; a file at ``path`` is replaced when the new one is complete and on the disk, not before.  In the
-    block or after it, as often as you like.  External data (``.ptd``) is not part of it: that is what the manager's
-    ``write_tensor_data_to_file`` writes.
+    Works in a block of ``streaming_constants``, after it, or without one, any number of times.  A file at ``path`` is
+    replaced once the new one is complete and on the disk.  External data (``.ptd``) is not part of the program: the
+    manager's ``write_tensor_data_to_file`` writes it.
 
-    Raises: StateError for what is no program yet; OSError (ENOSPC among others), also when ``path`` is there and not a
-    regular file: to such a one, ``manager.write_to_file`` streams.
+    Raises: StateError for a manager that has no program yet; OSError (ENOSPC among others), also when ``path`` exists
+    and is not a regular file: ``manager.write_to_file`` can write to it.
     """
     cord = getattr(manager, "_pte_data", None)
     if cord is None:
         raise StateError(
-            f"{path!s}: a {type(manager).__name__} is no program yet, expected an ExecutorchProgramManager: give what "
-            "to_executorch() returns"
+            f"cannot write {path!s}: a {type(manager).__name__} has no program yet, expected the "
+            "ExecutorchProgramManager that to_executorch() returns"
         )
     with FileSink(path) as sink:
         sink.begin(len(cord), reserve=True)

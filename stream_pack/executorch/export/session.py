@@ -1,4 +1,4 @@
-"""The streamed export that is going on in this thread, if there is one."""
+"""The streamed export of the current thread, if there is one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from stream_pack.executorch.export.held import Holder
 __all__ = ["Alignment", "Export", "activate", "active"]
 
 Alignment: TypeAlias = Literal["page", "stock"]
-"""Where constants begin in a program: on pages, or where ExecuTorch has them begin."""
+"""Where constants begin in a program: on pages, or where ExecuTorch places them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Export:
     """One block of :func:`stream_pack.executorch.streaming_constants`.
 
-    ``state`` is for the modules that replace ExecuTorch's functions, each under its own name.  ``refresh`` hooks what
-    has been imported since.  ``ended``: the block was left, whoever still holds a copy of its context.
+    ``state`` belongs to the modules that replace ExecuTorch's functions, an entry for each, under its name.
+    ``refresh`` hooks modules that have been imported since.  ``ended``: the block was left, though a copied context may
+    still refer to it.
     """
 
     holder: Holder
@@ -35,14 +36,14 @@ _ACTIVE: ContextVar[Export | None] = ContextVar("stream_pack_export", default=No
 
 
 def active() -> Export | None:
-    """The export of the block that this thread (or task) is in: the innermost one."""
+    """The export of the innermost block that this thread (or task) is in."""
     export = _ACTIVE.get()
     return None if export is None or export.ended else export
 
 
 @contextlib.contextmanager
 def activate(export: Export) -> Iterator[None]:
-    """Make ``export`` the one of this context, until left."""
+    """Make ``export`` the active one of this context."""
     token = _ACTIVE.set(export)
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a torch tensor to disk.  Imported only where torch is."""
+"""From a torch tensor to disk.  Imports torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stream_pack.sources.memory.torch_tensors import describe_tensor
 __all__ = ["digest_of", "hold_tensor"]
 
 SERIAL_ELEMENTS = 1 << 14
-"""torch works on this many in the calling thread, and divides 32,768 and more among others: for a chunk, waiting for
-them takes longer than the work (14 times on two busy cores)."""
+"""torch works on this many in the calling thread, and divides 32,768 or more among several: for a chunk, waiting for
+these takes longer than the work (14 times on two busy cores)."""
 
 
 def hold_tensor(
@@ -26,11 +26,11 @@ def hold_tensor(
     dtype: torch.dtype | None = None,
     sha256: bool = False,
 ) -> Held:
-    """Write the elements of ``tensor`` in row-major order, cast to ``dtype`` if that is given.
+    """Write the elements of ``tensor`` in row-major order, cast by torch to ``dtype`` if one is given.
 
-    torch's own code casts, so the bytes are those that it would have given.  ``sha256``: as in :meth:`Holder.hold`.
+    ``sha256``: as in :meth:`Holder.hold`.
 
-    Copies: of a contiguous tensor in host memory that is not cast, none in memory; else a chunk at a time.
+    Copies: none of a contiguous tensor in host memory that is not cast; else a chunk at a time.
     Raises: UnsupportedTensorError for a tensor without plain bytes; OSError.
     """
     live = describe_tensor(name, tensor)
