@@ -121,8 +121,10 @@ def view_of(lender: Lender, tensor: int, name: str) -> View:
 
 def _lent(view: View, lender: Lender, tensor: int, start: int) -> View:
     """``view``, with the source of its bytes, which its signature does not show."""
-    for name, value in (("_lender", lender), ("_tensor", tensor), ("_start", start)):
-        object.__setattr__(view, name, value)
+    put = object.__setattr__  # the dataclass is frozen
+    put(view, "_lender", lender)
+    put(view, "_tensor", tensor)
+    put(view, "_start", start)
     return view
 
 
