@@ -11,37 +11,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from stream_pack import errors
 from stream_pack._version import __version__
+from stream_pack.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from stream_pack import executorch, metal
-    from stream_pack.errors import (
-        AlignmentError,
-        ChecksumError,
-        FormatError,
-        LimitError,
-        MappingInUse,
-        MetalBufferError,
-        MetalError,
-        MetalUnavailable,
-        NewerVersionError,
-        NotAPackError,
-        OptionError,
-        RawPayloadError,
-        SourceChecksumError,
-        SourceError,
-        StateError,
-        StreamPackError,
-        TensorTooLarge,
-        TrailingBytesError,
-        TruncatedError,
-        TruncatedSourceError,
-        UnknownTensorError,
-        UnsupportedCheckpointError,
-        UnsupportedDtype,
-        UnsupportedTensorError,
-        UntestedVersionError,
-    )
     from stream_pack.format.align import Alignment
     from stream_pack.inspection.inspect import inspect
     from stream_pack.inspection.inspection import (
@@ -65,48 +40,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alignment",
-    "AlignmentError",
     "BinaryWriter",
-    "ChecksumError",
     "Damage",
     "Forecast",
-    "FormatError",
     "InspectedPart",
     "InspectedPayload",
     "InspectedTensor",
     "Inspection",
     "KeySummary",
-    "LimitError",
-    "MappingInUse",
-    "MetalBufferError",
-    "MetalError",
-    "MetalUnavailable",
-    "NewerVersionError",
-    "NotAPackError",
-    "OptionError",
     "Pack",
     "ParallelWriter",
     "Part",
     "PartWriter",
-    "RawPayloadError",
     "Report",
     "SafeOpen",
     "SafeSlice",
-    "SourceChecksumError",
-    "SourceError",
     "Spec",
-    "StateError",
-    "StreamPackError",
     "TensorSlice",
-    "TensorTooLarge",
-    "TrailingBytesError",
-    "TruncatedError",
-    "TruncatedSourceError",
-    "UnknownTensorError",
-    "UnsupportedCheckpointError",
-    "UnsupportedDtype",
-    "UnsupportedTensorError",
-    "UntestedVersionError",
     "VerifyReport",
     "View",
     "Writer",
@@ -123,46 +73,38 @@ __all__ = [
     "save_file",
     "verify",
 ]
+__all__ += errors.__all__
+__all__.sort()
 
-_MODULES = {
-    "Alignment": "stream_pack.format.align",
-    "BinaryWriter": "stream_pack.writer.sink",
-    "Damage": "stream_pack.reader.damage",
-    "Forecast": "stream_pack.report",
-    "InspectedPart": "stream_pack.inspection.inspection",
-    "InspectedPayload": "stream_pack.inspection.inspection",
-    "InspectedTensor": "stream_pack.inspection.inspection",
-    "Inspection": "stream_pack.inspection.inspection",
-    "KeySummary": "stream_pack.sources.torch_save.outline",
-    "Pack": "stream_pack.reader.pack",
-    "ParallelWriter": "stream_pack.writer.parallel",
-    "Part": "stream_pack.writer.parallel",
-    "PartWriter": "stream_pack.writer.parallel",
-    "Report": "stream_pack.report",
-    "SafeOpen": "stream_pack.reader.safe_open",
-    "SafeSlice": "stream_pack.reader.safe_open",
-    "Spec": "stream_pack.writer.incremental",
-    "TensorSlice": "stream_pack.reader.views",
-    "VerifyReport": "stream_pack.reader.damage",
-    "View": "stream_pack.reader.views",
-    "Writer": "stream_pack.writer.incremental",
-    "convert": "stream_pack.writer.convert",
-    "forecast": "stream_pack.writer.convert",
-    "inspect": "stream_pack.inspection.inspect",
-    "list_keys": "stream_pack.sources.open",
-    "load_file": "stream_pack.reader.safe_open",
-    "open": "stream_pack.reader.pack",
-    "safe_open": "stream_pack.reader.safe_open",
-    "save_file": "stream_pack.writer.convert",
-    "verify": "stream_pack.reader.verify",
+_NAMES = {
+    "stream_pack.format.align": ("Alignment",),
+    "stream_pack.inspection.inspect": ("inspect",),
+    "stream_pack.inspection.inspection": (
+        "InspectedPart",
+        "InspectedPayload",
+        "InspectedTensor",
+        "Inspection",
+    ),
+    "stream_pack.reader.damage": ("Damage", "VerifyReport"),
+    "stream_pack.reader.pack": ("Pack", "open"),
+    "stream_pack.reader.safe_open": ("SafeOpen", "SafeSlice", "load_file", "safe_open"),
+    "stream_pack.reader.verify": ("verify",),
+    "stream_pack.reader.views": ("TensorSlice", "View"),
+    "stream_pack.report": ("Forecast", "Report"),
+    "stream_pack.sources.open": ("list_keys",),
+    "stream_pack.sources.torch_save.outline": ("KeySummary",),
+    "stream_pack.writer.convert": ("convert", "forecast", "save_file"),
+    "stream_pack.writer.incremental": ("Spec", "Writer"),
+    "stream_pack.writer.parallel": ("ParallelWriter", "Part", "PartWriter"),
+    "stream_pack.writer.sink": ("BinaryWriter",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     if name in ("executorch", "metal"):
         return importlib.import_module(f"stream_pack.{name}")
-    errors = dict.fromkeys(__all__, "stream_pack.errors")
-    return _load(__name__, name, errors | _MODULES)
+    return _load(__name__, name, _MODULES)
 
 
 def _load(package: str, name: str, modules: Mapping[str, str]) -> object:

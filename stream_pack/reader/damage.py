@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from stream_pack.errors import ChecksumError, FormatError
 
@@ -43,23 +43,11 @@ class Damage:
 
     def to_json(self) -> dict[str, object]:
         """All fields, the error as its message; checksums as 16 hex digits."""
-        error = self.error
-        checksums = (
-            {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
-            if isinstance(error, ChecksumError)
-            else {}
-        )
-        return {
-            "part": self.part,
-            "message": self.message,
-            "file_begin": self.file_begin,
-            "file_end": self.file_end,
-            "tensors": list(self.tensors),
-            "tensor_count": self.tensor_count,
-            "buffer": self.buffer,
-            "block": self.block,
-            **checksums,
-        }
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        error = plain.pop("error")
+        if isinstance(error, ChecksumError):
+            plain |= {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
+        return {**plain, "message": self.message, "tensors": list(self.tensors)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +76,8 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, object]:
         """All fields."""
-        return {
-            "ok": self.ok,
-            "complete": self.complete,
-            "tensors": self.tensors,
-            "blocks": self.blocks,
-            "nbytes": self.nbytes,
-            "damages": [damage.to_json() for damage in self.damages],
-        }
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"ok": self.ok, **plain, "damages": [damage.to_json() for damage in self.damages]}
 
 
 def hiding_the_rest(damage: Damage, *, tensors: int = 0) -> VerifyReport:

@@ -61,7 +61,7 @@ def verify(
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Verify a file, even one too damaged to be opened: what ``stream_pack verify`` does.
+    """Verify a file, even one too damaged to be opened: what ``stream-pack verify`` does.
 
     A file that ExecuTorch wrote (a program, a raw payload, a data file) has no checksums: the faults that can be seen
     are reported as damage, and packs inside it are verified.
@@ -262,16 +262,8 @@ def _block_damages(
         for block, actual in wrong:
             users = users or Users(index)
             error = block_error(head, users, block, expected=int(checksums[block]), actual=actual)
-            yield Damage(
-                "block",
-                error.file_begin,
-                error.file_end,
-                error,
-                tensors=error.tensors,
-                tensor_count=error.tensor_count,
-                buffer=error.buffer,
-                block=error.block,
-            )
+            affected = error.tensors, error.tensor_count, error.buffer, error.block
+            yield Damage("block", error.file_begin, error.file_end, error, *affected)
         if progress is not None:
             progress(_nbytes_before(index, min(first + step, len(checksums))), total)
 
