@@ -1,19 +1,19 @@
-"""Every error that stream_pack raises, one class per reaction a caller may have.
+"""Every error that stream_pack raises, one class for each reaction that a caller may have.
 
 The classes are grouped by blame:
 
 * :class:`SourceError` - the input cannot be packed as it is;
-* :class:`OptionError` - an option of the call means nothing;
-* :class:`LimitError` - what was asked for exceeds a limit, known before the first byte;
-* :class:`FormatError` - the file is not a valid pack (nothing was recomputed to find out);
-* :class:`ChecksumError` - bytes differ from what was written;
-* :class:`StateError` - calls in the wrong order;
-* :class:`UntestedVersionError` - a package that is built upon is not one of the versions tested;
-* :class:`MetalError` - Metal refused, or would have.
+* :class:`OptionError` - an option of the call is invalid;
+* :class:`LimitError` - a limit is exceeded, which is known before the first byte is written;
+* :class:`FormatError` - the file is not a valid pack (found without recomputing checksums);
+* :class:`ChecksumError` - bytes differ from those that were written;
+* :class:`StateError` - a call in the wrong order;
+* :class:`UntestedVersionError` - an installed package differs from the versions tested;
+* :class:`MetalError` - Metal refuses something, or would refuse it.
 
-All derive from :class:`StreamPackError` and from the builtin that fits, and all survive pickling
-(worker processes report them).  Numbers a caller may act on are attributes as well as text.
-``OSError`` and errors raised by the caller's own iterables pass through unchanged.
+All derive from :class:`StreamPackError` and from the builtin that fits, and all can be pickled, as worker processes
+need.  Numbers that a caller may act on are attributes as well as text.  ``OSError`` and errors raised by the caller's
+own iterables pass unchanged.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 
 
 class StreamPackError(Exception):
-    """Base of every error of this package.
+    """Base class of every error of this package.
 
-    Keyword arguments become attributes, and come along when the error is pickled.
+    Keyword arguments become attributes, which are pickled with the error.
     """
 
     def __init__(self, message: str, **attributes: object) -> None:
@@ -60,7 +60,7 @@ class StreamPackError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        # KeyError, one of the builtins mixed in below, would show its argument's repr.
+        # KeyError, one of the builtins derived from below, would show the repr of its argument.
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ def _rebuild(
 
 
 class OptionError(StreamPackError, ValueError):
-    """An option that has no meaning: a pattern that does not parse, an unknown dtype."""
+    """An invalid option: one of the wrong type, a pattern that does not parse, an unknown dtype."""
 
 
 class SourceError(StreamPackError, ValueError):
@@ -82,17 +82,17 @@ class SourceError(StreamPackError, ValueError):
 
 
 class UnsupportedTensorError(SourceError):
-    """A tensor that has no faithful place in a pack.  Attribute: ``tensor`` (its name)."""
+    """A tensor that a pack cannot represent.  Attribute: ``tensor`` (its name)."""
 
     tensor: str
 
 
 class UnsupportedCheckpointError(SourceError):
-    """The input is not a checkpoint this version reads, or holds what it must not guess about."""
+    """The input is not a checkpoint that this version reads, or it is ambiguous."""
 
 
 class TruncatedSourceError(SourceError):
-    """The source ended, or a part of it, before the bytes that it had announced.
+    """The source, or a part of it, is shorter than it says.
 
     Attributes, for a stream that ended: ``position`` (of its end), ``missing_nbytes``.
     """
@@ -102,11 +102,11 @@ class TruncatedSourceError(SourceError):
 
 
 class SourceChecksumError(SourceError):
-    """The source's own checksum disagrees with its bytes: it was damaged before it reached us."""
+    """The source's own checksum does not match its bytes: the source is damaged."""
 
 
 class LimitError(StreamPackError, ValueError):
-    """A limit would be exceeded.  Attributes, where they apply: ``limit``, ``value``."""
+    """A limit would be exceeded.  Attributes, if they apply: ``limit``, ``value``."""
 
     limit: int
     value: int
@@ -117,41 +117,41 @@ class FormatError(StreamPackError, ValueError):
 
 
 class NotAPackError(FormatError):
-    """No pack stands here: the magic is wrong.  The message says what it looks like instead."""
+    """Not a pack: the magic is wrong.  The message says what the file looks like instead."""
 
 
 class RawPayloadError(FormatError):
-    """ExecuTorch's own payload or .ptd, without locator and footer: nothing in it can be verified."""
+    """A payload or .ptd that ExecuTorch wrote, without locator and footer: there are no checksums to verify."""
 
 
 class NewerVersionError(FormatError):
-    """Made by a newer stream_pack.  Attributes: ``version``, ``supported``."""
+    """The pack was written by a newer stream_pack.  Attributes: ``version``, ``supported``."""
 
     version: int
     supported: int
 
 
 class TruncatedError(FormatError):
-    """Shorter than its head says.  Attributes: ``expected_nbytes``, ``actual_nbytes``."""
+    """The file is shorter than its head says.  Attributes: ``expected_nbytes``, ``actual_nbytes``."""
 
     expected_nbytes: int
     actual_nbytes: int
 
 
 class TrailingBytesError(FormatError):
-    """Longer than its head says.  Attributes: ``expected_nbytes``, ``actual_nbytes``."""
+    """The file is longer than its head says.  Attributes: ``expected_nbytes``, ``actual_nbytes``."""
 
     expected_nbytes: int
     actual_nbytes: int
 
 
 class ChecksumError(StreamPackError, ValueError):
-    """Bytes differ from what was written.
+    """Bytes differ from those that were written.
 
-    Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual``
-    (the XXH3-64 values), ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a
-    block also ``tensor_count`` (how many tensors use it), ``tensors`` (their names; of an open pack
-    100 at most), ``buffer`` and ``block`` (its number in the buffer).
+    Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual`` (XXH3-64 values),
+    ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a block also ``tensor_count`` (how many
+    tensors use it), ``tensors`` (their names; at most 100 for an open pack), ``buffer`` and ``block`` (its number in
+    the buffer).
     """
 
     part: str
@@ -166,39 +166,39 @@ class ChecksumError(StreamPackError, ValueError):
 
 
 class StateError(StreamPackError, RuntimeError):
-    """A call that is not valid now, such as reading from a closed pack."""
+    """A call that is not allowed in this state, such as reading from a closed pack."""
 
 
 class MappingInUse(StateError):
-    """The mapping cannot be closed while views of it live.  Attribute: ``tensors`` (their names)."""
+    """The mapping cannot be closed while views of it exist.  Attribute: ``tensors`` (their names)."""
 
     tensors: tuple[str, ...]
 
 
 class UnknownTensorError(StreamPackError, KeyError):
-    """No tensor of this name.  Attribute: ``tensor``."""
+    """There is no tensor with this name.  Attribute: ``tensor``."""
 
     tensor: str
 
 
 class UntestedVersionError(StreamPackError, RuntimeError):
-    """An installed package is not as in the versions tested.  Attribute: ``faults`` (what differs, one text each)."""
+    """An installed package differs from the versions tested.  Attribute: ``faults`` (one text per difference)."""
 
     faults: tuple[str, ...]
 
 
 class MetalError(StreamPackError, RuntimeError):
-    """Base of the errors of :mod:`stream_pack.metal`."""
+    """Base class of the errors of :mod:`stream_pack.metal`."""
 
 
 class MetalUnavailable(MetalError):
-    """No Metal device that could be used here, or not for this; the message says what is in the way."""
+    """There is no usable Metal device, or it cannot do this; the message says why."""
 
 
 class MetalBufferError(MetalError):
-    """An MTLBuffer that cannot be: Metal refused it, or its range is not one.
+    """An MTLBuffer that cannot be made: Metal refused it, or its range is invalid.
 
-    Attributes, where they apply: ``address``, ``nbytes``.
+    Attributes, if they apply: ``address``, ``nbytes``.
     """
 
     address: int
@@ -206,16 +206,16 @@ class MetalBufferError(MetalError):
 
 
 class AlignmentError(MetalError):
-    """Bytes do not stand where they would have to.  Attributes: ``value``, ``alignment`` (in bytes)."""
+    """Bytes are not aligned as they must be.  Attributes: ``value``, ``alignment`` (in bytes)."""
 
     value: int
     alignment: int
 
 
 class TensorTooLarge(MetalError):
-    """A tensor that no buffer of the device holds.  Attributes: ``tensors``, ``nbytes``, ``limit``.
+    """Tensors that are too large for a buffer of the device.  Attributes: ``tensors``, ``nbytes``, ``limit``.
 
-    ``nbytes`` is that of the largest of them.
+    ``nbytes`` is the length of the largest.
     """
 
     tensors: tuple[str, ...]
@@ -224,7 +224,7 @@ class TensorTooLarge(MetalError):
 
 
 class UnsupportedDtype(MetalError):
-    """A dtype that the consumer does not have.  Attributes: ``tensor``, ``dtype``."""
+    """A dtype that the consumer does not support.  Attributes: ``tensor``, ``dtype``."""
 
     tensor: str
     dtype: str

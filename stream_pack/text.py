@@ -39,7 +39,7 @@ def listed(names: Iterable[str], *, most: int = MAX_LISTED, total: int | None = 
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, without anything that would drive a terminal: what cannot be printed is escaped."""
+    """``text`` on one line, with everything that is not printable escaped, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

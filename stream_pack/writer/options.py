@@ -1,4 +1,4 @@
-"""The options of a conversion: every default and every check, whoever sets them."""
+"""The options of a conversion, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Renames: TypeAlias = "str | Callable[[str], str] | Iterable[str | Callable[[str]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ConvertOptions:
-    """All arguments of :func:`stream_pack.convert` except its source and target; they are explained there.
+    """All arguments of :func:`stream_pack.convert` except source and target; they are explained there.
 
-    ``front``, ``policy`` and ``adaptation`` are what the options say, parsed.
+    ``front``, ``policy`` and ``adaptation`` are parsed from the options.
 
-    Raises: OptionError for an option of the wrong type or one that does not parse; LimitError for a number out of
+    Raises: OptionError for an option of the wrong type, or one that does not parse; LimitError for a number out of
     range.
     """
 
@@ -129,7 +129,7 @@ def _renames(given: object) -> tuple[Callable[[str], str], ...]:
 
 
 def _several(given: object) -> tuple[object, ...] | None:
-    """The items of ``given``: none, one text, or those of an iterable; None if it is nothing of these."""
+    """The items of ``given``: nothing, one text, or those of an iterable; None if it is something else."""
     if given is None:
         return ()
     if isinstance(given, str):
