@@ -136,7 +136,7 @@ def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | So
     if not arguments.offset:
         return standard.source() if path == STANDARD else path
     if path == STANDARD:
-        raise UsageError("--offset needs a file: stdin is always read from where it is")
+        raise UsageError("--offset needs a file: stdin is read from its current position")
     from stream_pack.sources.open import open_within
 
     return open_within(path, arguments.offset, max_memory=arguments.max_memory)
