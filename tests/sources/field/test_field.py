@@ -1,10 +1,10 @@
 """Every kind of checkpoint becomes the same pack whatever way it comes and goes, or is refused every way.
 
 What takes long or needs processes is tested elsewhere: 70,000 storages, and every cut and flipped bit, in
-``tests/writer/torch_save``; what producers do to a pipe in ``tests/test_producers.py``; a full disk, a consumer that
-dies and odd kinds of stdin in ``tests/test_cli.py``; real packages in ``tests/interop``; 2 to 5 GiB, bombs and memory
-in ``tests/large``; two ranks that read or write one checkpoint in ``tests/writer/sets/test_dcp.py`` and
-``tests/writer/test_parallel.py``.
+``tests/sources/torch_save``; what producers do to a pipe in ``tests/cli/test_producers.py``; a full disk, a consumer
+that dies and odd kinds of stdin in ``tests/cli/test_commands.py``; real packages in ``tests/interop``; 2 to 5 GiB,
+bombs and memory in ``tests/large``; two ranks that read or write one checkpoint in
+``tests/sources/sets/test_dcp.py`` and ``tests/writer/test_parallel.py``.
 """
 
 from __future__ import annotations

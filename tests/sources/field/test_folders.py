@@ -1,6 +1,7 @@
 """Every kind of set of files makes the pack that its tensors make by themselves, into a file and into a stream.
 
-Sets that contradict themselves, and what two ranks have saved, are tested with their sources, in ``tests/writer/sets``.
+Sets that contradict themselves, and what two ranks have saved, are tested with their sources, in
+``tests/sources/sets``.
 """
 
 from __future__ import annotations

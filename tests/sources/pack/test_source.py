@@ -305,7 +305,7 @@ def test_a_payload_without_names_is_refused_as_what_it_is(tmp_path: Path) -> Non
 
 
 def test_a_lost_locator_is_damage_where_a_footer_stands(tmp_path: Path) -> None:
-    # Of a pipe, only what reads raw payloads sees the footer: tests/writer/exported.
+    # Of a pipe, only what reads raw payloads sees the footer: tests/sources/executorch.
     data = PACK[: REGION - 8] + bytes(8) + PACK[REGION:]
     with pytest.raises(FormatError, match="damaged") as caught:
         PackSource(file_stream(data, tmp_path))
