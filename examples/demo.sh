@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job from end to end: a checkpoint that never stands on disk becomes a pack, which is then looked at,
-# verified, and used.  PYTHON names the interpreter that has stream_pack; all files go to a temporary folder.
+# The main job from end to end: a checkpoint that is never on disk becomes a pack, which is inspected, verified and used.
+# PYTHON names the interpreter that has stream_pack; all files are in a temporary folder.
 set -euo pipefail
 
 python=${PYTHON:-python3}

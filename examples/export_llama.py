@@ -1,15 +1,15 @@
-"""Export a Llama with ExecuTorch's own script: as it stands, and with its constants streamed.  Tell what each took.
+"""Export a Llama with ExecuTorch's own script, unchanged and with its constants streamed, and compare time and memory.
 
     python examples/export_llama.py FOLDER
     python examples/export_llama.py FOLDER --params 1b -- -X -qmode 8da4w --embedding-quantize 4,32 -kv
     python examples/export_llama.py FOLDER --params params.json --checkpoint consolidated.00.pth -- -kv
 
-What follows ``--`` goes to ``executorch.examples.models.llama.export_llama``; without any of it, the model is exported
-in float32, and no delegate takes its constants.  ExecuTorch 1.4.1 and 1.5.1 both serve, and bring all that the script
-imports.  Without a checkpoint, one of random weights is made in the folder; the script maps it, as it does with any.
+Arguments after ``--`` are passed to ``executorch.examples.models.llama.export_llama``; without any, the model is
+exported in float32, and no delegate takes its constants.  ExecuTorch 1.4.1 and 1.5.1 both work, and install all that
+the script imports.  Without a checkpoint, one with random weights is made in the folder; the script maps it into
+memory, as it does any.
 
-Each export has a process of its own.  Then the two programs are compared byte by byte, and one token is run through
-each.
+Each export runs in its own process.  Then the two programs are compared byte by byte, and each runs one token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# What a params.json holds.  "1b" is Llama 3.2 1B, except that its output is not tied to its embedding.
+# Contents of a params.json.  "1b" is Llama 3.2 1B, except that its output is not tied to its embedding.
 PARAMS = {
     "toy": {"dim": 128, "n_layers": 1, "n_heads": 4, "vocab_size": 256, "multiple_of": 128},
     "1b": {
@@ -73,11 +73,11 @@ def main() -> None:
         print(f"{way:10}{done.answer['seconds']:10.1f}{''.join(figures)}", flush=True)
     if len(programs) == 2:
         same = filecmp.cmp(programs["stock"], programs["streamed"], shallow=False)
-        print(f"the two programs are {'equal, byte for byte' if same else 'not the same bytes'}")
+        print(f"the two programs are {'equal, byte for byte' if same else 'different'}")
     if arguments.run:
         ran = {way: run_step("run", program).answer for way, program in programs.items()}
         for way, answer in ran.items():
-            print(f"{way:10}after token {answer['token']} comes {answer['next']}")
+            print(f"{way:10}next token after {answer['token']}: {answer['next']}")
         if len({answer["logits"] for answer in ran.values()}) > 1:
             sys.exit("the two programs do not compute the same logits")
 
@@ -88,23 +88,28 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="for programs, and for constants on their way")
+    parser.add_argument("folder", type=Path, help="for the programs, and temporarily for constants")
     parser.add_argument("--params", default="toy", help="toy, 1b, or a params.json")
-    parser.add_argument("--checkpoint", type=Path, help="what torch.save wrote (default: random)")
     parser.add_argument(
-        "--only", choices=("stock", "streamed"), nargs=1, help="leave the other export out"
+        "--checkpoint", type=Path, help="written by torch.save (default: random weights)"
     )
     parser.add_argument(
-        "--no-run", dest="run", action="store_false", help="no token: MPS, say, cannot run here"
+        "--only", choices=("stock", "streamed"), nargs=1, help="run only this export"
+    )
+    parser.add_argument(
+        "--no-run",
+        dest="run",
+        action="store_false",
+        help="do not run a token (a program for MPS runs only on a Mac)",
     )
     return parser.parse_args(argv[:end]), argv[end + 1 :]
 
 
-# Steps, each in a process of its own.  One prints its answer, a line of JSON, last.
+# Steps, each in its own process.  The last line that a step prints is its answer, as JSON.
 
 
 def make(params: str, checkpoint: str) -> dict[str, Any]:
-    """Save random weights of the shapes that ``params`` gives; in bfloat16, as Llama's come."""
+    """Save random weights with the shapes that ``params`` describes, in bfloat16 like Llama's own."""
     import torch
     from executorch.examples.models.llama.llama_transformer import construct_transformer
     from executorch.examples.models.llama.model_args import ModelArgs
@@ -122,14 +127,14 @@ def make(params: str, checkpoint: str) -> dict[str, Any]:
 
 
 def stock(*argv: str) -> dict[str, Any]:
-    """What ``python -m executorch.examples.models.llama.export_llama`` does."""
+    """Export as ``python -m executorch.examples.models.llama.export_llama`` does."""
     return export(argv, nullcontext())
 
 
 def streamed(*argv: str) -> dict[str, Any]:
-    """The same, in a block; constants on their way lie in the folder of the program.
+    """Export in a block of ``streaming_constants``; constants are temporarily in the folder of the program.
 
-    ``alignment="stock"`` only to compare the bytes; by default, what is large begins on pages.
+    ``alignment="stock"`` is only for comparing the bytes; by default, segments begin on pages.
     """
     from stream_pack.executorch import streaming_constants
 
@@ -152,14 +157,14 @@ def export(argv: tuple[str, ...], block: AbstractContextManager[None]) -> dict[s
         program = Path(export_llama(arguments))
     with program.open("rb") as file:
         os.fsync(file.fileno())
-        # The script logs an error of writing, and goes on.
+        # The script only logs an error of writing.
         if file.read(8)[4:] != b"ET12":
-            sys.exit(f"{program} is not a program")
+            sys.exit(f"{program} is not an ExecuTorch program: look for an error in the log above")
     return {"seconds": time.monotonic() - began, "begun": clock.read}
 
 
 class LogClock(logging.Handler):
-    """Reads the clock when the script says that it begins to export the model, which it has built."""
+    """Notes the time when the script has built the model and says that it begins the export."""
 
     read = 0.0
 
@@ -185,7 +190,7 @@ def run(program: str) -> dict[str, Any]:
     position = [torch.tensor([0])] if method.num_inputs() == 2 else []
     logits = module.forward([tokens, *position])[0]
     if not logits.isfinite().all():
-        sys.exit(f"{program} gives logits that are not numbers")
+        sys.exit(f"the logits of {program} are not finite")
     return {
         "token": token,
         "next": int(logits[0].argmax()),
@@ -200,19 +205,19 @@ STEPS: dict[str, Callable[..., dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that ended well: its answer, and its anonymous memory in bytes, by the monotonic clock."""
+    """A step that succeeded: its answer, and samples of (monotonic time, anonymous memory in bytes)."""
 
     answer: dict[str, Any]
     samples: list[tuple[float, int]]
 
     def memory_from(self, moment: float) -> tuple[int, int]:
-        """At a moment, and at most from then on.  (0, 0) where there is no /proc."""
+        """The memory at a moment, and the most from then on.  (0, 0) where there is no /proc."""
         later = [nbytes for when, nbytes in self.samples if when >= moment]
         return (later[0], max(later)) if later else (0, 0)
 
 
 def run_step(name: str, *words: str | os.PathLike[str]) -> Done:
-    """Let a process of its own do a step of :data:`STEPS`, and watch its memory."""
+    """Run a step of :data:`STEPS` in its own process, and sample its memory."""
     argv = [sys.executable, __file__, name, *(os.fspath(word) for word in words)]
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(argv, stdout=stdout, stderr=stderr)
@@ -229,7 +234,7 @@ def run_step(name: str, *words: str | os.PathLike[str]) -> Done:
 
 
 def anonymous_nbytes(pid: int) -> int:
-    """Resident memory of a process that no file stands behind: what counts when a machine runs out of memory."""
+    """Resident memory of a process that is not backed by a file: it counts when a machine runs out of memory."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

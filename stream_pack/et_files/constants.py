@@ -165,7 +165,7 @@ def find_faults(constants: Constants, faults: list[Fault], *, origin: int) -> Co
 
 
 def constant_fault(constants: Constants, row: int, text: str, *, fatal: bool = False) -> Fault:
-    """A fault of one constant; ``text`` goes on after its name."""
+    """A fault of one constant; ``text`` follows its name."""
     name, begin = constants.names[row], int(constants.file_offsets[row])
     end = begin + int(constants.nbytes[row])
     return Fault("constant", f"constant {quoted(name)} {text}", begin, end, (name,), fatal)

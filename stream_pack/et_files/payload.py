@@ -37,7 +37,7 @@ class ReadFile(Protocol):
         """Bytes ``[begin, begin + nbytes)``.  Raises: an error of this package when they are not there."""
 
     def keep(self, begin: int, end: int) -> None:
-        """Say that these bytes are constants: a pipe must not pass over them."""
+        """Mark these bytes as constants, which a pipe must not skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def constants_inside(
 
 
 def kept_rows(by_row: Mapping[int, _T], kept: NDArray[np.bool_]) -> dict[int, _T]:
-    """The entries of rows that are kept, by the numbers that these rows then have."""
+    """The entries of the rows that are kept, by their new numbers."""
     if not by_row:
         return {}
     numbers = np.cumsum(kept) - 1

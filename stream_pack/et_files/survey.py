@@ -68,7 +68,7 @@ class Survey:
 
     @property
     def fatal_fault(self) -> Fault | None:
-        """The first fault for which none of the constants must be used."""
+        """The first fault that makes all of the constants unusable."""
         return next(
             (fault for fault in self.faults if fault.fatal and fault.part != "constant"), None
         )

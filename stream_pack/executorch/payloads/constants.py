@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["GraphConstant", "Tensors", "name_constants", "write_payload"]
 
 Tensors: TypeAlias = "Mapping[int, object] | Mapping[str, object] | Source"
-"""torch tensors or NumPy arrays by the number or key that a graph gives them, or a source whose names are these."""
+"""torch tensors or NumPy arrays by their number or key in a graph, or a source in which this is their name."""
 
 _F16, _F32, _F64 = (BY_NAME[name] for name in ("float16", "float32", "float64"))
 _CASTS = {_F16: (_F32, _F64), _F32: (_F64,)}
@@ -144,7 +144,7 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
     )
     if all(fit.cast is None for fit in fitted):
         return AdaptedSource(source, described, None)
-    # Rules match names; what each constant becomes is its name here.
+    # Rules for casts match names: here a name is the dtype that the constant becomes.
     rules = [(DTYPES[target].name, target) for target in _CASTS]
     targets = ["" if fit.cast is None else DTYPES[fit.cast].name for fit in fitted]
     return AdaptedSource(source, *cast_catalog(described, rules, targets))

@@ -1,7 +1,7 @@
 """Payloads of ExecuTorch's MPS delegate, from its own graph and the tensors that the graph refers to.
 
-The MPS backend exists up to ExecuTorch 1.4.1.  Its runtime runs no verifier: it checks no bound, and it aborts the
-process on what it does not know; so that is refused here.
+The MPS backend exists up to ExecuTorch 1.4.1.  Its runtime checks no bound, and aborts the process on a dtype that it
+does not read, so such a constant is refused here.
 Source: ExecuTorch 1.4.1, backends/apple/mps/serialization/schema.fbs.
 """
 
@@ -50,19 +50,19 @@ def build_mps_payload(
     spool_dir: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Write the payload of ``graph``, streaming its constants: a pack that ExecuTorch's MPS delegate reads as its own.
+    """Write the payload of ``graph``, streaming its constants into it: a pack that the MPS delegate runs.
 
-    ``graph`` is an ``MPSGraph`` as ExecuTorch's own visitors make it; what its constants say of bytes and positions is
-    not looked at, and it is not changed.  ``constants`` maps each of its ``constant_ids`` to the module's tensor
-    (torch or NumPy); a source has them under these numbers, as text.  float32 and float64 become float16, and float64
-    becomes float32, where the graph says so; of 4-bit constants, the packed bytes are taken.
-    ``names``: what constants are called in the pack, by id; by default their ids.
+    ``graph`` is an ``MPSGraph`` from ExecuTorch's own visitors, which is not changed; any bytes and positions of
+    constants in it are ignored.  ``constants`` has the module's tensor (torch or NumPy) for each of its
+    ``constant_ids``, by number; in a source, its name is that number.  Floats are cast to a narrower dtype that the
+    graph asks for (float16, float32); for 4-bit constants, give the packed bytes.
+    ``names``: the names of constants in the pack, by id; by default their ids.
     ``target`` and the other options: as for :func:`stream_pack.convert`.
 
-    Copies: none of contiguous tensors on the CPU that need no cast; else a chunk at a time.
-    Raises: SourceError for a graph that refers to values it has not, for a constant or name missing or too many;
-    UnsupportedTensorError naming a constant that the device would abort on, or that is not what the graph says;
-    LimitError; OSError.  A target path is then as it was before.
+    Copies: none of contiguous tensors on the CPU that are not cast; else a chunk at a time.
+    Raises: SourceError for a graph that refers to values it does not have, and for constants or names that are missing
+    or not in the graph; UnsupportedTensorError for a constant that the runtime would abort on, or that does not match
+    the graph; LimitError; OSError.  A file at ``target`` is then unchanged.
     """
     options = ConvertOptions(
         metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, jobs=jobs, max_memory=max_memory,
@@ -76,10 +76,10 @@ def build_mps_payload(
 
 
 def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
-    """The flatbuffer of ``graph``, made by ExecuTorch's own serializer, with its constants at the places given.
+    """The flatbuffer of ``graph``, by ExecuTorch's own serializer, with its constants at the given places.
 
     ``offsets`` and ``nbytes``: one for each of ``constant_ids``, in bytes; offsets count from the region's first one.
-    ``graph`` is not changed; bytes that its values still carry are left out.
+    ``graph`` is not changed; bytes that are still in its values are left out.
     """
     from executorch.backends.apple.mps.serialization.mps_graph_schema import Buffer
     from executorch.backends.apple.mps.serialization.mps_graph_serialize import (
@@ -100,15 +100,15 @@ def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int])
 
 
 def _constant_ids(graph: MPSGraph) -> list[int]:
-    """The graph's constant ids, proved to be numbers of values, each met once."""
+    """The graph's constant ids, proved to be different numbers of values."""
     ids = [int(number) for number in graph.constant_ids]
     values = len(graph.mps_values)
     met: set[int] = set()
     for number in ids:
         if not 0 <= number < values:
             raise SourceError(
-                f"the graph's constant_ids name value {number}, and it has {values} values: what ExecuTorch remembers "
-                "of an earlier export in this process (NodeVisitor._tensor_to_id) does that"
+                f"the graph's constant_ids name value {number}, but it has {values} values: ExecuTorch does this when "
+                "it has exported before in this process; clear NodeVisitor._tensor_to_id before an export"
             )
         if number in met:
             raise SourceError(f"the graph's constant_ids name value {number} more than once")
@@ -117,20 +117,20 @@ def _constant_ids(graph: MPSGraph) -> list[int]:
 
 
 def _constant(graph: MPSGraph, number: int, name: str, label: str) -> GraphConstant:
-    """What the graph says of its value ``number``, proved to be something that the device can hold."""
+    """What the graph says of its value ``number``, proved to be something that the runtime reads."""
     value = graph.mps_values[number]
     dims = tuple(int(dim) for dim in value.dims)
     if value.num_dims != len(dims):
         raise UnsupportedTensorError(
-            f"{label} has num_dims {value.num_dims} and {len(dims)} dims", tensor=name
+            f"{label} has num_dims {value.num_dims}, but {len(dims)} dims", tensor=name
         )
     mps = MPS_TYPES.get(int(value.datatype))
-    # float64 is refused too: the caller has a tensor that can be given as float32, which is what the runtime reads.
+    # float64 is refused too: the runtime would read its bytes as float32.
     if mps is None or mps.runtime is not Runtime.READS:
         called = mps.name if mps else f"MPSDataType {int(value.datatype)}"
         raise UnsupportedTensorError(
-            f"{label} is {called}, which the device does not read as such: its runtime aborts, or takes it for another "
-            "type; have the module hold another dtype",
+            f"{label} is {called}, which the MPS runtime does not read as such: it aborts, or reads another dtype; "
+            "cast the tensor in the module before the export",
             tensor=name,
         )
     return GraphConstant(label, (str(number),), name, dtype=mps.dtype, dims=dims)

@@ -1,7 +1,7 @@
-"""Payloads of ExecuTorch's XNNPACK delegate with their constants in line, from its own graph.
+"""Payloads of ExecuTorch's XNNPACK delegate with their constants inside, from its own graph.
 
-ExecuTorch 1.4 and later put constants into the program's named data and refer to them by key.  Its runtime reads
-constants inside the payload as well, and these stand at aligned places under this package's checksums.
+ExecuTorch 1.4 and later put constants into the program's named data and refer to them by key.  Its runtime also reads
+constants inside the payload; there they are aligned, and have checksums.
 Source: ExecuTorch 1.5.1, backends/xnnpack: serialization/schema.fbs, and runtime/XNNCompiler.cpp for what is checked.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["build_xnnpack_payload", "encode_graph"]
 
 _KEEPS_POINTERS = "XNNPReLU"
-"""The one node whose constant XNNPACK reads when it runs; of all others it makes packed copies when it compiles."""
+"""The only node whose constant XNNPACK reads when it runs; it packs copies of all others when it compiles."""
 
 
 def build_xnnpack_payload(
@@ -53,17 +53,16 @@ def build_xnnpack_payload(
 ) -> Report:
     """Write the payload of ``graph``, streaming its constants into it: a pack that the XNNPACK delegate runs.
 
-    ``graph`` is an ``XNNGraph`` as ExecuTorch's own visitors make it; it is not changed.  ``constants`` has the tensor
-    of each entry of its ``constant_data`` but the reserved first, by the entry's number or by its ``named_key`` (one
-    tensor then serves all entries with that key).  Tensors are taken as they are: what ExecuTorch has packed is given
-    packed.
-    ``names``: what constants are called in the pack, by number; by default their numbers.
+    ``graph`` is an ``XNNGraph`` from ExecuTorch's own visitors, which is not changed.  ``constants`` has the tensor of
+    each entry of its ``constant_data`` except the reserved first, by the entry's number or its ``named_key`` (then for
+    all entries with that key).  Tensors are stored as given: give those packed that ExecuTorch has packed.
+    ``names``: the names of constants in the pack, by number; by default their numbers.
     ``target`` and the other options: as for :func:`stream_pack.convert`.
 
     Copies: none of contiguous tensors on the CPU; else a chunk at a time.
-    Raises: SourceError for a graph with PReLU nodes, for a constant missing or too many; UnsupportedTensorError naming
-    a constant that has not the length that the graph says; LimitError, also when graph and index take 4 GiB or more;
-    OSError.  A target path is then as it was before.
+    Raises: SourceError for a graph with PReLU nodes, and for constants or names that are missing or not in the graph;
+    UnsupportedTensorError for a constant whose length is not the graph's; LimitError, also when graph and index take
+    4 GiB or more; OSError.  A file at ``target`` is then unchanged.
     """
     options = ConvertOptions(
         metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, jobs=jobs, max_memory=max_memory,
@@ -78,10 +77,10 @@ def build_xnnpack_payload(
 
 
 def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
-    """The flatbuffer of ``graph``, made by ExecuTorch's own serializer, with its constants at the places given.
+    """The flatbuffer of ``graph``, by ExecuTorch's own serializer, with its constants at the given places.
 
-    ``offsets`` and ``nbytes``: one for each entry of ``constant_data`` but the reserved first, in bytes; offsets count
-    from the region's first one.  ``graph`` is not changed; no key is left in what is returned.
+    ``offsets`` and ``nbytes``: one for each entry of ``constant_data`` except the reserved first, in bytes; offsets
+    count from the region's first one.  ``graph`` is not changed; the result has no keys.
     """
     from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset
     from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import (
@@ -91,18 +90,18 @@ def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int])
     placed = copy.copy(graph)
     placed.constant_data = graph.constant_data[:1]
     for _, offset, length in zip(range(1, _entries(graph)), offsets, nbytes, strict=True):
-        # Absent, not empty: the runtime looks for any key that is there, the empty one too.
+        # Absent, not empty: the runtime looks up any key that is present, even the empty one.
         placed.constant_data.append(ConstantDataOffset(offset=offset, size=length, named_key=None))
     encoded: bytes = convert_to_flatbuffer(placed)
     return encoded
 
 
 def _entries(graph: XNNGraph) -> int:
-    """How many entries constant_data has, the reserved one included, which is proved to be that."""
+    """How many entries constant_data has, including the reserved one, which is proved to be empty."""
     first = graph.constant_data[0] if graph.constant_data else None
     if first is None or first.offset or first.size or first.named_key:
         raise SourceError(
-            f"the graph's constant_data begins with {first}: its first entry is reserved, with offset and size 0"
+            f"the graph's constant_data begins with {first}: expected the reserved entry, with offset and size 0"
         )
     return len(graph.constant_data)
 
@@ -118,6 +117,5 @@ def _refuse_kept_pointers(graph: XNNGraph) -> None:
         if type(node.xnode_union).__name__ == _KEEPS_POINTERS:
             raise SourceError(
                 f"node {place} of the graph is a PReLU, whose slopes XNNPACK reads when it runs, after ExecuTorch has "
-                "given a payload's memory back: the program would crash; keep its constants in named data, as "
-                "ExecuTorch writes them"
+                "freed the payload: the program would crash; keep the constants in named data, as ExecuTorch does"
             )

@@ -212,7 +212,7 @@ def test_packed_four_bit_constants_are_taken_as_bytes() -> None:
         (simple(), {"1": torch.zeros(2, 3), 1: torch.zeros(2, 3)}, "two constants are called '1'"),
         (simple(), {True: torch.zeros(2, 3)}, "the key True is a bool"),
         (simple(ids=(1, 1)), {1: torch.zeros(2, 3)}, "name value 1 more than once"),
-        (simple(ids=(3,)), {3: torch.zeros(2, 3)}, "name value 3, and it has 3 values"),
+        (simple(ids=(3,)), {3: torch.zeros(2, 3)}, "name value 3, but it has 3 values"),
         (simple(ids=(-1,)), {-1: torch.zeros(2, 3)}, "name value -1"),
         (simple(), {1: torch.zeros(2, 4)}, r"value 1 has shape \[2, 4\], 8 elements"),
         (simple(), {1: torch.zeros(2, 3, dtype=torch.int32)}, "is int32, the graph says float32"),
@@ -238,7 +238,7 @@ def test_what_does_not_fit_the_graph_is_refused(
 def test_a_graph_whose_num_dims_lies_is_refused() -> None:
     graph = simple()
     graph.mps_values[1].num_dims = 3
-    with pytest.raises(SourceError, match="num_dims 3 and 2 dims"):
+    with pytest.raises(SourceError, match="num_dims 3, but 2 dims"):
         build_mps_payload(graph, {1: torch.zeros(2, 3)}, io.BytesIO())
 
 

@@ -209,11 +209,11 @@ FOUR = np.zeros(1, np.float32)
         (simple(8), {1: FOUR}, "constant 1 has 4 bytes, the graph says 8"),
         (simple(0), {1: FOUR[:0]}, "and no bytes"),
         (simple(4, 4), {1: FOUR, 2: object()}, "neither a torch tensor nor a NumPy array"),
-        (XNNGraph("0", [], [], 0, [], [], []), {}, "its first entry is reserved"),
+        (XNNGraph("0", [], [], 0, [], [], []), {}, "expected the reserved entry"),
         (
             XNNGraph("0", [], [], 0, [], [], [ConstantDataOffset(0, 4, "k")]),
             {},
-            "its first entry is reserved",
+            "expected the reserved entry",
         ),
     ],
 )
