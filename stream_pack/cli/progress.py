@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol, TextIO, TypeAlias
+from contextlib import closing, contextmanager
+from typing import TextIO, TypeAlias
 
 __all__ = ["Progress", "progress_bar"]
 
@@ -15,12 +15,6 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 UPDATE_SECONDS = 0.1
 """Ten updates a second look smooth and cost nothing."""
-
-
-class _Bar(Protocol):
-    def update(self, done: int, total: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @contextmanager
@@ -32,40 +26,22 @@ def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
     if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
-    bar = _tqdm_bar(sys.stderr) or PlainBar(sys.stderr, clock=time.monotonic)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
-
-
-def _tqdm_bar(stream: TextIO) -> _Bar | None:
     try:
         from tqdm import tqdm
     except ImportError:
-        return None
+        with closing(PlainBar(sys.stderr, clock=time.monotonic)) as plain:
+            yield plain.update
+        return
+    with tqdm(
+        total=0, unit="iB", unit_scale=True, unit_divisor=1024, mininterval=UPDATE_SECONDS, leave=False,
+        file=sys.stderr, dynamic_ncols=True,
+    ) as bar:  # fmt: skip
 
-    class TqdmBar:
-        def __init__(self) -> None:
-            self._bar = tqdm(
-                total=0,
-                unit="iB",  # after tqdm's prefix: MiB
-                unit_scale=True,
-                unit_divisor=1024,
-                mininterval=UPDATE_SECONDS,
-                leave=False,
-                file=stream,
-                dynamic_ncols=True,
-            )
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
 
-        def update(self, done: int, total: int) -> None:
-            self._bar.total = total
-            self._bar.update(done - self._bar.n)
-
-        def close(self) -> None:
-            self._bar.close()
-
-    return TqdmBar()
+        yield update
 
 
 class PlainBar:

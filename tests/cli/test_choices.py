@@ -71,7 +71,7 @@ def test_a_pack_can_be_made_for_a_delegate_or_a_runtime(
     assert again.read_bytes() == source.with_suffix(".pack").read_bytes()
 
 
-def test_a_head_that_there_is_not_is_wrong_usage(
+def test_an_unknown_target_format_is_wrong_usage(
     source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(source), str(source.with_name("a")), "--to", "pte"]) == 2
@@ -134,7 +134,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(os.listdir(source.parent)) == before
 
 
-def test_a_dry_run_for_machines_foretells_the_length(
+def test_a_dry_run_for_machines_predicts_the_length(
     source: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     target = source.with_suffix(".pack")

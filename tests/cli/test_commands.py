@@ -887,7 +887,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None
     assert b"\\xe9" in done.stdout
 
 
-def test_a_fault_of_our_own_is_neither_damage_nor_silence(
+def test_an_internal_error_is_neither_damage_nor_silence(
     pack: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> int:
