@@ -164,6 +164,11 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
     parts.append(("file", str(total), human_nbytes(total), ""))
     yield from table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
     yield ""
+    yield from _remarks(inspection)
+
+
+def _remarks(inspection: Inspection) -> Iterator[str]:
+    """What follows the tables."""
     shared = inspection.tensors_nbytes - sum(
         part.nbytes for part in inspection.parts if part.name in _TENSOR_PARTS
     )

@@ -138,8 +138,8 @@ class _Lent:
         """A DLManagedTensor, followed by shape and strides."""
         if view.dtype not in DLPACK_TYPES:
             raise UnsupportedDtype(
-                f"tensor {quoted(view.name)} is {view.dtype}, which DLPack and MPS do not both have; cast it with "
-                "--dtype when it is packed, or use view.buffer and view.offset",
+                f"tensor {quoted(view.name)} has the dtype {quoted(view.dtype)}, which DLPack or MPS lacks; cast it "
+                "with --dtype when it is packed, or use view.buffer and view.offset",
                 tensor=view.name,
                 dtype=view.dtype,
             )

@@ -20,7 +20,7 @@ from stream_pack.metal.rules import (
     plan_windows,
 )
 from stream_pack.reader.pack import Pack
-from stream_pack.text import counted, human_nbytes, printable
+from stream_pack.text import counted, human_nbytes, printable, quoted
 
 __all__ = ["MAX_BUFFER_LENGTH", "MetalPlan", "PlannedWindow", "Unbound", "plan_metal"]
 
@@ -151,7 +151,7 @@ def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
     def some(tensors: NDArray[np.bool_]) -> str:
         which = np.flatnonzero(tensors)
         more = f" and {len(which) - 1} more" if len(which) > 1 else ""
-        return f"{printable(index.name(int(which[0])))}{more}"
+        return f"{quoted(index.name(int(which[0])))}{more}"
 
     nbytes = index.tensor_nbytes
     long = nbytes >= OLD_NDARRAY_NBYTES
@@ -162,7 +162,7 @@ def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
         if not tensors.any():
             continue
         if dtype not in MPS_DATA_TYPES:
-            yield f"MPS has no {dtype}: only your own kernels can use it ({some(tensors)})"
+            yield f"MPS has no dtype {quoted(dtype)}: only your own kernels can use it ({some(tensors)})"
         elif dtype == "bfloat16":
             yield f"bfloat16 needs macOS 14 ({some(tensors)})"
     loose = held & (index.offsets % CONSTANT_ALIGNMENT != 0)

@@ -61,8 +61,8 @@ class MetalView:
         """The MPSDataType (bfloat16 needs macOS 14).  Raises: UnsupportedDtype where MPS has none."""
         if self.dtype not in MPS_DATA_TYPES:
             raise UnsupportedDtype(
-                f"tensor {quoted(self.name)} is {self.dtype}, which MPS does not have; cast it with --dtype when it is "
-                "packed, or let your own kernel read the bytes from the buffer",
+                f"tensor {quoted(self.name)} has the dtype {quoted(self.dtype)}, which MPS lacks; cast it with --dtype "
+                "when it is packed, or let your own kernel read the bytes from the buffer",
                 tensor=self.name,
                 dtype=self.dtype,
             )

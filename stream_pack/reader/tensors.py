@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.dtypes import BY_NAME, DTYPES
+from stream_pack.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,9 @@ def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[i
         getattr(torch, known.torch, None) if known is not None and known.torch is not None else None
     )
     if known is None or not isinstance(found, torch.dtype):
-        raise TypeError(f"torch {torch.__version__} has no dtype {dtype}: use .raw() for the bytes")
+        raise TypeError(
+            f"torch {torch.__version__} has no dtype {quoted(dtype)}: use .raw() for the bytes"
+        )
     if known.torch_pairs:
         shape = (*shape[:-1], shape[-1] // 2)
     return found, shape

@@ -240,12 +240,12 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(known.numpy)
     if known is None or known.ml_dtypes is None:
         also = " or .torch()" if known is not None and known.torch is not None else ""
-        raise TypeError(f"NumPy has no dtype {name}: use .raw(){also}")
+        raise TypeError(f"NumPy has no dtype {quoted(name)}: use .raw(){also}")
     try:
         import ml_dtypes
     except ImportError:
         raise TypeError(
-            f"NumPy has no dtype {name}: install ml_dtypes, or use .raw() or .torch()"
+            f"NumPy has no dtype {quoted(name)}: install ml_dtypes, or use .raw() or .torch()"
         ) from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known.ml_dtypes))
     return dtype

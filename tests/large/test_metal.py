@@ -73,7 +73,7 @@ def test_the_plan_warns_of_what_old_systems_and_phones_cannot_do(sparse: Path) -
     with stream_pack.open(sparse) as pack:
         plan = plan_metal(pack, max_buffer_length=8 * GIB)
     assert plan.warnings == (
-        "4 GiB or more: MPS aborts on systems before macOS 15 (wide)",
+        "4 GiB or more: MPS aborts on systems before macOS 15 ('wide')",
         IOS_HINT,
     )
     assert "working set: 8.00 GiB (Macs recommend" in plan.to_text()

@@ -88,8 +88,11 @@ def test_what_needs_a_newer_system_or_is_missing_in_mps_is_warned_of(tmp_path: P
     stream_pack.save_file(tensors, path, alignment=Alignment(small=16))
     with stream_pack.open(path) as pack:
         warnings = plan_metal(pack).warnings
-    assert warnings[0] == "bfloat16 needs macOS 14 (b)"
-    assert warnings[1] == "MPS has no float64: only your own kernels can use it (d and 1 more)"
+    assert warnings[0] == "bfloat16 needs macOS 14 ('b')"
+    assert (
+        warnings[1]
+        == "MPS has no dtype 'float64': only your own kernels can use it ('d' and 1 more)"
+    )
     assert "not at a multiple of 256" in warnings[2]
     assert len(warnings) == 3
 

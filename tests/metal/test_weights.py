@@ -147,7 +147,7 @@ def test_mps_dtypes_are_apples_numbers_and_what_mps_lacks_is_refused(
     stream_pack.save_file({"a": np.ones(3, np.float16), "b": np.ones(3)}, tmp_path / "p")
     with on(standin, tmp_path / "p") as weights:
         assert weights["a"].mps_dtype == 0x1000_0010
-        with pytest.raises(UnsupportedDtype, match="'b' is float64") as caught:
+        with pytest.raises(UnsupportedDtype, match="'b' has the dtype 'float64'") as caught:
             _ = weights["b"].mps_dtype
     assert (caught.value.tensor, caught.value.dtype) == ("b", "float64")
 
