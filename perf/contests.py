@@ -22,9 +22,10 @@ import xxhash
 import stream_pack
 from perf.contest import Contender, Contest, timed
 from perf.workspace import PYTHON, Workspace, environment, shell
-from stream_pack.format import front, head, layout
+from stream_pack.format import front, layout
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
+from stream_pack.format.head import encode_head
 from stream_pack.reader.verify import verify as verify_pack
 from stream_pack.writer import region
 from tests.support.memory import peak_anonymous_nbytes
@@ -348,7 +349,7 @@ def _plan(effort: Effort, count: int) -> Contest:
         (
             Contender(
                 "plan and encode",
-                timed(lambda: head.encode(layout.plan(catalog, layout.Policy()), front.MPS)),
+                timed(lambda: encode_head(layout.plan(catalog, layout.Policy()), front.MPS)),
             ),
         ),
         rounds=min(effort.rounds, 3),

@@ -1,6 +1,6 @@
 """The head: header, graph, index and locator together, everything in front of the region.
 
-:func:`encode` makes it from a layout before the first data byte is known; :func:`decode` reads and
+:func:`encode_head` makes it from a layout before the first data byte is known; :func:`decode_head` reads and
 proves it, from the same bytes a file or a pipe delivers.  Source: docs/FORMAT.md, "The file".
 """
 
@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from stream_pack.errors import ChecksumError, FormatError
-from stream_pack.format import index
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.format.checksum import xxh3, zeros
 from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
 from stream_pack.format.front import MAX_HEADER_NBYTES, Front, decode_header
 from stream_pack.format.header import Header, HeadKind
-from stream_pack.format.index import Index
+from stream_pack.format.index import Index, decode_index, encode_index
 from stream_pack.format.layout import Layout
 from stream_pack.format.limits import (
     MAX_HEAD_NBYTES,
@@ -29,9 +28,9 @@ __all__ = [
     "EncodedHead",
     "Head",
     "check_region",
-    "decode",
-    "encode",
+    "decode_head",
     "encode_footer",
+    "encode_head",
     "root_checksum",
 ]
 
@@ -80,25 +79,23 @@ class EncodedHead:
     head: Head
 
 
-def encode(layout: Layout, front: Front) -> EncodedHead:
+def encode_head(layout: Layout, front: Front) -> EncodedHead:
     """The head of the pack that ``layout`` describes, beginning with ``front``.
 
     Raises: LimitError when a flatbuffer would reach 2 GiB, or a header cannot say where the region is; what the front
     raises.
     """
-    the_index = layout.index
-    graph_bytes = front.encode(the_index)
+    index = layout.index
+    graph_bytes = front.encode(index)
     check_flatbuffer_nbytes(len(graph_bytes), "a graph")
-    index_bytes = index.encode(the_index)
+    index_bytes = encode_index(index)
     graph_end = front.kind.before_graph_nbytes + len(graph_bytes)
     index_file_offset = align_up(graph_end, INDEX_ALIGNMENT)
     used = index_file_offset + len(index_bytes) + LOCATOR_NBYTES
-    region_file_offset = align_up(used, the_index.alignment.region)
+    region_file_offset = align_up(used, index.alignment.region)
     header_and_graph = front.kind.pack(graph_bytes, region_file_offset, layout.region_nbytes)
     before = b"".join((*header_and_graph, bytes(index_file_offset - graph_end), index_bytes))
-    pack_nbytes = (
-        region_file_offset + layout.region_nbytes + the_index.checksums_nbytes + FOOTER_NBYTES
-    )
+    pack_nbytes = region_file_offset + layout.region_nbytes + index.checksums_nbytes + FOOTER_NBYTES
     locator = Locator(index_file_offset, len(index_bytes), pack_nbytes, checksum=0)
     padding_nbytes = region_file_offset - used
     checksum = xxh3((before, *zeros(padding_nbytes), locator.covered()))
@@ -116,7 +113,7 @@ def encode(layout: Layout, front: Front) -> EncodedHead:
             index_nbytes=len(index_bytes),
             locator_nbytes=LOCATOR_NBYTES,
             checksum=checksum,
-            index=the_index,
+            index=index,
         ),
     )
 
@@ -136,7 +133,7 @@ def check_region(found: Header) -> None:
         )
 
 
-def decode(data: memoryview) -> Head:
+def decode_head(data: memoryview) -> Head:
     """Read and validate a head; ``data`` is exactly the bytes in front of the region.
 
     Copies: none; the index's columns are views of ``data``.
@@ -170,10 +167,10 @@ def decode(data: memoryview) -> Head:
             f"{least} to {front}, or not at a multiple of {INDEX_ALIGNMENT}"
         )
     graph_end = _graph_end(found, begin)
-    the_index = index.decode(data[begin : begin + nbytes], region_nbytes=region_nbytes)
+    index = decode_index(data[begin : begin + nbytes], region_nbytes=region_nbytes)
     region_end = region + region_nbytes
-    footer_nbytes = locator.pack_nbytes - region_end - the_index.checksums_nbytes
-    unit = the_index.alignment.region
+    footer_nbytes = locator.pack_nbytes - region_end - index.checksums_nbytes
+    unit = index.alignment.region
     if region % unit or region_nbytes % PAGE_NBYTES:
         raise FormatError(
             f"the header places the region at byte {region} with "
@@ -182,7 +179,7 @@ def decode(data: memoryview) -> Head:
     if not FOOTER_NBYTES <= footer_nbytes <= MAX_RECORD_NBYTES:
         raise FormatError(
             f"the locator gives the pack {locator.pack_nbytes} bytes; header ({region} + "
-            f"{region_nbytes} bytes) and index ({the_index.checksums_nbytes} bytes of checksums) leave "
+            f"{region_nbytes} bytes) and index ({index.checksums_nbytes} bytes of checksums) leave "
             f"{footer_nbytes} for a footer of {FOOTER_NBYTES} to {MAX_RECORD_NBYTES}; the file is damaged"
         )
     return Head(
@@ -195,7 +192,7 @@ def decode(data: memoryview) -> Head:
         index_nbytes=nbytes,
         locator_nbytes=locator_nbytes,
         checksum=locator.checksum,
-        index=the_index,
+        index=index,
     )
 
 

@@ -1,6 +1,6 @@
 """The index: what tensors a pack holds and where their bytes lie, as columns.
 
-One value, :class:`Index`, with :func:`encode` and :func:`decode`.  Decoding validates every bound
+One value, :class:`Index`, with :func:`encode_index` and :func:`decode_index`.  Decoding validates every bound
 before a single view can exist, in vectorised steps (about 0.1 microseconds a tensor).  What only
 ``verify`` proves - names sorted and unique, blocks as they were written - is not looked at here.
 Source: docs/FORMAT.md, "Index".
@@ -9,15 +9,14 @@ Source: docs/FORMAT.md, "Index".
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import flatbuffers
 import numpy as np
 from numpy.typing import NDArray
 
-import stream_pack.format.schema.generated.Index as fbs
 from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.align import Alignment
 from stream_pack.format.checksum import block_counts, check_block_nbytes
@@ -26,14 +25,15 @@ from stream_pack.format.flatbuf import Table, root_table
 from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
 from stream_pack.format.limits import MAX_DTYPES, MAX_NBYTES, MAX_RANK
 from stream_pack.format.ragged import Ragged
+from stream_pack.text import quoted
 
 __all__ = [
     "NO_BUFFER",
     "PACK_NOTE",
     "BlockRange",
     "Index",
-    "decode",
-    "encode",
+    "decode_index",
+    "encode_index",
     "name_columns",
     "note_columns",
 ]
@@ -64,7 +64,7 @@ class Index:
 
     Units: bytes; ``buffer_offsets`` count from the region's first byte, ``tensor_starts`` from the
     buffer's.
-    Lifetime: after :func:`decode` most columns are views of the data it was given.
+    Lifetime: after :func:`decode_index` most columns are views of the data it was given.
     """
 
     block_nbytes: int
@@ -201,22 +201,34 @@ class Index:
         return {text(2 * n): text(2 * n + 1) for n in range(int(first), int(last))}
 
 
-def name_columns(
-    names: Sequence[str],
-) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
-    """``name_ends``, ``names`` and ``name_order`` for names in tensor order."""
+class NameColumns(TypedDict):
+    """The columns about names."""
+
+    name_ends: NDArray[np.int64]
+    names: NDArray[np.uint8]
+    name_order: NDArray[np.uint32]
+
+
+class NoteColumns(TypedDict):
+    """The columns about notes."""
+
+    note_tensors: NDArray[np.uint32]
+    note_ends: NDArray[np.int64]
+    note_text: NDArray[np.uint8]
+
+
+def name_columns(names: Sequence[str]) -> NameColumns:
+    """The columns for names in tensor order."""
     encoded = [name.encode() for name in names]
-    ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-    blob = np.frombuffer(b"".join(encoded), np.uint8)
-    order = np.array(sorted(range(len(encoded)), key=encoded.__getitem__), np.uint32)
-    return ends, blob, order
+    return {
+        "name_ends": np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))),
+        "names": np.frombuffer(b"".join(encoded), np.uint8),
+        "name_order": np.array(sorted(range(len(encoded)), key=encoded.__getitem__), np.uint32),
+    }
 
 
-def note_columns(
-    metadata: Mapping[str, str], notes: Sequence[tuple[int, str, str]]
-) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint8]]:
-    """``note_tensors``, ``note_ends`` and ``note_text`` for the pack's metadata and the tensors'
-    notes.
+def note_columns(metadata: Mapping[str, str], notes: Sequence[tuple[int, str, str]]) -> NoteColumns:
+    """The columns for the pack's metadata and the tensors' notes.
 
     Raises: LimitError for text that UTF-8 cannot hold.
     """
@@ -224,16 +236,38 @@ def note_columns(
     try:
         encoded = sorted((tensor, key.encode(), value.encode()) for tensor, key, value in triplets)
     except UnicodeEncodeError as error:
-        raise LimitError(f"metadata holds a lone surrogate: {error.object!r}") from None
+        raise LimitError(f"metadata has a lone surrogate: {quoted(error.object)}") from None
     texts = [text for _, key, value in encoded for text in (key, value)]
-    return (
-        np.fromiter((tensor for tensor, _, _ in encoded), np.uint32, len(encoded)),
-        np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts))),
-        np.frombuffer(b"".join(texts), np.uint8),
-    )
+    return {
+        "note_tensors": np.fromiter((row[0] for row in encoded), np.uint32, len(encoded)),
+        "note_ends": np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts))),
+        "note_text": np.frombuffer(b"".join(texts), np.uint8),
+    }
 
 
-def encode(index: Index) -> bytes:
+# Slots of schema/index.fbs: four scalars, the names of the dtypes, then the columns.
+_BLOCK_NBYTES, _ALIGNMENT_SMALL, _ALIGNMENT_LARGE, _LARGE_NBYTES, _DTYPE_NAMES = range(5)
+_TYPES: tuple[tuple[str, type[np.unsignedinteger[Any]]], ...] = (
+    ("dtype_bits", np.uint16),
+    ("buffer_offsets", np.uint64),
+    ("buffer_nbytes", np.uint64),
+    ("tensor_buffers", np.uint32),
+    ("tensor_starts", np.uint64),
+    ("tensor_dtypes", np.uint8),
+    ("dims_ends", np.uint64),
+    ("dims", np.uint64),
+    ("name_ends", np.uint64),
+    ("names", np.uint8),
+    ("name_order", np.uint32),
+    ("note_tensors", np.uint32),
+    ("note_ends", np.uint64),
+    ("note_text", np.uint8),
+)
+"""The columns of the file in order of their slots: those of :class:`Index` of the same name; a u64 is int64 there."""
+_COLUMNS = {name: (slot, dtype) for slot, (name, dtype) in enumerate(_TYPES, _DTYPE_NAMES + 1)}
+
+
+def encode_index(index: Index) -> bytes:
     """The flatbuffer ``SPI1``.
 
     Raises: LimitError when it would reach 2 GiB.
@@ -244,68 +278,26 @@ def encode(index: Index) -> bytes:
     total += 64 * len(index) + 16 * len(index.buffer_offsets) + 20 * len(index.note_tensors)
     check_flatbuffer_nbytes(total, f"an index for {len(index)} tensors")
     builder = flatbuffers.Builder(total)
-
-    def vector(array: NDArray[np.generic], dtype: str) -> int:
-        offset: int = builder.CreateNumpyVector(np.ascontiguousarray(array, dtype))
-        return offset
-
     names = [builder.CreateString(name) for name in index.dtype_names]
-    fbs.IndexStartDtypeNamesVector(builder, len(names))
+    builder.StartVector(4, len(names), 4)
     for offset in reversed(names):
         builder.PrependUOffsetTRelative(offset)
-    fields = [
-        (fbs.IndexAddDtypeNames, builder.EndVector()),
-        (fbs.IndexAddDtypeBits, vector(index.dtype_bits, "<u2")),
-        (fbs.IndexAddBufferOffsets, vector(index.buffer_offsets, "<u8")),
-        (fbs.IndexAddBufferNbytes, vector(index.buffer_nbytes, "<u8")),
-        (fbs.IndexAddTensorBuffers, vector(index.tensor_buffers, "<u4")),
-        (fbs.IndexAddTensorStarts, vector(index.tensor_starts, "<u8")),
-        (fbs.IndexAddTensorDtypes, vector(index.tensor_dtypes, "u1")),
-        (fbs.IndexAddDimsEnds, vector(index.dims_ends, "<u8")),
-        (fbs.IndexAddDims, vector(index.dims, "<u8")),
-        (fbs.IndexAddNameEnds, vector(index.name_ends, "<u8")),
-        (fbs.IndexAddNames, vector(index.names, "u1")),
-        (fbs.IndexAddNameOrder, vector(index.name_order, "<u4")),
-        (fbs.IndexAddNoteTensors, vector(index.note_tensors, "<u4")),
-        (fbs.IndexAddNoteEnds, vector(index.note_ends, "<u8")),
-        (fbs.IndexAddNoteText, vector(index.note_text, "u1")),
-    ]
-    fbs.IndexStart(builder)
-    fbs.IndexAddBlockNbytes(builder, index.block_nbytes)
-    fbs.IndexAddAlignmentSmall(builder, index.alignment.small)
-    fbs.IndexAddAlignmentLarge(builder, index.alignment.large)
-    fbs.IndexAddLargeNbytes(builder, index.alignment.large_nbytes)
-    for add, offset in fields:
-        add(builder, offset)
-    builder.Finish(fbs.IndexEnd(builder), IDENTIFIER)
+    offsets = {_DTYPE_NAMES: builder.EndVector()}
+    for name, (slot, dtype) in _COLUMNS.items():
+        column = np.ascontiguousarray(getattr(index, name), np.dtype(dtype).newbyteorder("<"))
+        offsets[slot] = builder.CreateNumpyVector(column)
+    builder.StartObject(_DTYPE_NAMES + 1 + len(_COLUMNS))
+    alignment = index.alignment
+    scalars = (index.block_nbytes, alignment.small, alignment.large, alignment.large_nbytes)
+    for slot, value in enumerate(scalars):
+        builder.PrependUint64Slot(slot, value, 0)
+    for slot, offset in offsets.items():
+        builder.PrependUOffsetTRelativeSlot(slot, offset, 0)
+    builder.Finish(builder.EndObject(), IDENTIFIER)
     return bytes(builder.Output())
 
 
-# Slots in the order of schema/index.fbs.
-(
-    _BLOCK_NBYTES,
-    _ALIGNMENT_SMALL,
-    _ALIGNMENT_LARGE,
-    _LARGE_NBYTES,
-    _DTYPE_NAMES,
-    _DTYPE_BITS,
-    _BUFFER_OFFSETS,
-    _BUFFER_NBYTES,
-    _TENSOR_BUFFERS,
-    _TENSOR_STARTS,
-    _TENSOR_DTYPES,
-    _DIMS_ENDS,
-    _DIMS,
-    _NAME_ENDS,
-    _NAMES,
-    _NAME_ORDER,
-    _NOTE_TENSORS,
-    _NOTE_ENDS,
-    _NOTE_TEXT,
-) = range(19)
-
-
-def decode(data: memoryview, *, region_nbytes: int) -> Index:
+def decode_index(data: memoryview, *, region_nbytes: int) -> Index:
     """Read and validate the index; ``data`` is exactly its flatbuffer.
 
     Copies: none of the columns that have 4- and 8-byte entries.
@@ -321,73 +313,34 @@ def decode(data: memoryview, *, region_nbytes: int) -> Index:
         block_nbytes = check_block_nbytes(table.scalar(_BLOCK_NBYTES, "<Q"))
     except LimitError as error:
         raise FormatError(f"the index is broken: {error}") from None
-
-    dtype_names = tuple(table.strings(_DTYPE_NAMES, limit=MAX_DTYPES))
-    dtype_bits = table.vector(_DTYPE_BITS, np.uint16)
-    tensor_buffers = table.vector(_TENSOR_BUFFERS, np.uint32)
-    tensor_dtypes = table.vector(_TENSOR_DTYPES, np.uint8)
-    tensors = len(tensor_buffers)
-    _require(len(dtype_bits) == len(dtype_names), "one number of bits a dtype")
-    for name, bits in zip(dtype_names, dtype_bits.tolist()):
-        known = BITS[BY_NAME[name]] if name in BY_NAME else max(1, bits)
-        _require(bits == known, f"{known} bits for the dtype {name!r}, found {bits}")
-    _require(len(tensor_dtypes) == tensors, "one dtype a tensor")
-    _require(bool((tensor_dtypes < len(dtype_names)).all()), "dtype numbers within the table")
-
-    dims = _wide(table, _DIMS, "dims")
-    dims_ends = _ends(table, _DIMS_ENDS, tensors, len(dims), "dims")
-    tensor_nbytes = _tensor_nbytes(dtype_bits[tensor_dtypes], Ragged(dims, dims_ends))
-
-    buffer_offsets, buffer_nbytes = _decode_buffers(table, region_nbytes)
-    tensor_starts = _wide(table, _TENSOR_STARTS, "tensor starts")
-    _require(len(tensor_starts) == tensors, "one start a tensor")
-    _check_places(
-        alignment, buffer_offsets, buffer_nbytes, tensor_buffers, tensor_starts, tensor_nbytes
-    )
-
-    names = table.vector(_NAMES, np.uint8)
-    name_ends = _ends(table, _NAME_ENDS, tensors, len(names), "names")
-    _check_text(names, name_ends, "names")
-    name_order = table.vector(_NAME_ORDER, np.uint32)
-    _require(len(name_order) == tensors, "one place in the name order a tensor")
-    _require(
-        tensors == 0
-        or (
-            int(name_order.max()) < tensors
-            and bool((np.bincount(name_order, minlength=tensors) == 1).all())
-        ),
-        "a name order that is a permutation",
-    )
-
-    note_tensors = table.vector(_NOTE_TENSORS, np.uint32)
-    note_text = table.vector(_NOTE_TEXT, np.uint8)
-    note_ends = _ends(table, _NOTE_ENDS, 2 * len(note_tensors), len(note_text), "notes")
-    _check_text(note_text, note_ends, "notes")
-    _require(
-        bool(((note_tensors < tensors) | (note_tensors == PACK_NOTE)).all())
-        and bool((note_tensors[1:] >= note_tensors[:-1]).all()),
-        "notes sorted by existing tensors",
-    )
-    return Index(
+    columns = {name: _column(table, name) for name in _COLUMNS}
+    index = Index(
         block_nbytes=block_nbytes,
         alignment=alignment,
-        dtype_names=dtype_names,
-        dtype_bits=dtype_bits,
-        buffer_offsets=buffer_offsets,
-        buffer_nbytes=buffer_nbytes,
-        tensor_buffers=tensor_buffers,
-        tensor_starts=tensor_starts,
-        tensor_dtypes=tensor_dtypes,
-        tensor_nbytes=tensor_nbytes,
-        dims_ends=dims_ends,
-        dims=dims,
-        name_ends=name_ends,
-        names=names,
-        name_order=name_order,
-        note_tensors=note_tensors,
-        note_ends=note_ends,
-        note_text=note_text,
+        dtype_names=tuple(table.strings(_DTYPE_NAMES, limit=MAX_DTYPES)),
+        tensor_nbytes=np.empty(0, np.int64),
+        **columns,
     )
+    _check_dtypes(index)
+    _check_ends(index.ragged_dims, len(index), "dims")
+    nbytes = _tensor_nbytes(index.dtype_bits[index.tensor_dtypes], index.ragged_dims)
+    index = replace(index, tensor_nbytes=nbytes)
+    _check_buffers(index, region_nbytes)
+    _check_places(index)
+    _check_names(index)
+    _check_notes(index)
+    return index
+
+
+def _column(table: Table, name: str) -> Any:
+    """A column, in place; one of u64 as int64."""
+    slot, dtype = _COLUMNS[name]
+    column = table.vector(slot, dtype)
+    if dtype is not np.uint64:
+        return column
+    what = name.replace("_", " ")
+    _require(len(column) == 0 or int(column.max()) <= MAX_NBYTES, f"{what} up to 2**62")
+    return column.view(np.int64)
 
 
 def _require(holds: bool, what: str) -> None:
@@ -395,27 +348,26 @@ def _require(holds: bool, what: str) -> None:
         raise FormatError(f"the index is broken: expected {what}")
 
 
-def _wide(table: Table, slot: int, what: str) -> NDArray[np.int64]:
-    """A u64 column as int64, in place."""
-    column = table.vector(slot, np.uint64)
-    _require(len(column) == 0 or int(column.max()) <= MAX_NBYTES, f"{what} up to 2**62")
-    return column.view(np.int64)
-
-
-def _ends(table: Table, slot: int, count: int, total: int, what: str) -> NDArray[np.int64]:
-    """A column of prefix sums: ``count`` of them, ascending, the last one ``total``."""
-    ends = _wide(table, slot, f"ends of {what}")
+def _check_ends(rows: Ragged[Any], count: int, what: str) -> None:
+    """There are ``count`` rows, and all values belong to them."""
+    ends, total = rows.ends, len(rows.values)
     _require(len(ends) == count, f"{count} ends of {what}, found {len(ends)}")
     _require(bool((ends[1:] >= ends[:-1]).all()), f"ends of {what} that ascend")
     _require((int(ends[-1]) if count else 0) == total, f"ends of {what} that end at {total}")
-    return ends
 
 
-def _decode_buffers(
-    table: Table, region_nbytes: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    offsets = _wide(table, _BUFFER_OFFSETS, "buffer offsets")
-    nbytes = _wide(table, _BUFFER_NBYTES, "buffer nbytes")
+def _check_dtypes(index: Index) -> None:
+    names = index.dtype_names
+    _require(len(index.dtype_bits) == len(names), "one number of bits a dtype")
+    for name, bits in zip(names, index.dtype_bits.tolist()):
+        known = BITS[BY_NAME[name]] if name in BY_NAME else max(1, bits)
+        _require(bits == known, f"{known} bits for the dtype {quoted(name)}, found {bits}")
+    _require(len(index.tensor_dtypes) == len(index), "one dtype a tensor")
+    _require(bool((index.tensor_dtypes < len(names)).all()), "dtype numbers within the table")
+
+
+def _check_buffers(index: Index, region_nbytes: int) -> None:
+    offsets, nbytes = index.buffer_offsets, index.buffer_nbytes
     _require(len(offsets) == len(nbytes), "an offset and a length a buffer")
     _require(bool((nbytes > 0).all()), "buffers of at least one byte")
     # Never offset + nbytes: that sum may wrap.
@@ -427,34 +379,54 @@ def _decode_buffers(
         bool((offsets[1:] >= offsets[:-1] + nbytes[:-1]).all()),
         "buffers in ascending order that do not overlap",
     )
-    return offsets, nbytes
 
 
-def _check_places(
-    alignment: Alignment,
-    buffer_offsets: NDArray[np.int64],
-    buffer_nbytes: NDArray[np.int64],
-    tensor_buffers: NDArray[np.uint32],
-    tensor_starts: NDArray[np.int64],
-    tensor_nbytes: NDArray[np.int64],
-) -> None:
-    held = tensor_buffers != NO_BUFFER
+def _check_places(index: Index) -> None:
+    _require(len(index.tensor_starts) == len(index), "one start a tensor")
+    held = index.tensor_buffers != NO_BUFFER
     _require(
-        bool((held == (tensor_nbytes > 0)).all()),
+        bool((held == (index.tensor_nbytes > 0)).all()),
         "a buffer for exactly the tensors that have bytes",
     )
-    _require(not tensor_starts[~held].any(), "start 0 for tensors of 0 bytes")
-    buffers, starts, nbytes = tensor_buffers[held], tensor_starts[held], tensor_nbytes[held]
-    _require(bool((buffers < len(buffer_offsets)).all()), "existing buffers")
-    room = buffer_nbytes[buffers]
+    _require(not index.tensor_starts[~held].any(), "start 0 for tensors of 0 bytes")
+    buffers, starts = index.tensor_buffers[held], index.tensor_starts[held]
+    nbytes = index.tensor_nbytes[held]
+    _require(bool((buffers < len(index.buffer_offsets)).all()), "existing buffers")
+    room = index.buffer_nbytes[buffers]
     _require(
         bool((starts <= room).all()) and bool((nbytes <= room - starts).all()),
         "tensors inside their buffers",
     )
-    wanted = alignment.of(nbytes)
+    wanted = index.alignment.of(nbytes)
     _require(
-        not ((buffer_offsets[buffers] | starts) & (wanted - 1)).any(),
+        not ((index.buffer_offsets[buffers] | starts) & (wanted - 1)).any(),
         "tensors at multiples of their alignment",
+    )
+
+
+def _check_names(index: Index) -> None:
+    _check_ends(index.ragged_names, len(index), "names")
+    _check_text(index.ragged_names, "names")
+    order = index.name_order
+    _require(len(order) == len(index), "one place in the name order a tensor")
+    _require(
+        len(order) == 0
+        or (
+            int(order.max()) < len(order)
+            and bool((np.bincount(order, minlength=len(order)) == 1).all())
+        ),
+        "a name order that is a permutation",
+    )
+
+
+def _check_notes(index: Index) -> None:
+    tensors = index.note_tensors
+    _check_ends(index.ragged_notes, 2 * len(tensors), "notes")
+    _check_text(index.ragged_notes, "notes")
+    _require(
+        bool(((tensors < len(index)) | (tensors == PACK_NOTE)).all())
+        and bool((tensors[1:] >= tensors[:-1]).all()),
+        "notes sorted by existing tensors",
     )
 
 
@@ -488,8 +460,9 @@ def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[
     return nbytes
 
 
-def _check_text(text: NDArray[np.uint8], ends: NDArray[np.int64], what: str) -> None:
-    """``text`` is UTF-8, and no end cuts a character in two."""
+def _check_text(rows: Ragged[np.uint8], what: str) -> None:
+    """The values are UTF-8, and no end cuts a character in two."""
+    text, ends = rows.values, rows.ends
     try:
         str(text.data, "utf-8")
     except UnicodeDecodeError:

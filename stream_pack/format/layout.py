@@ -140,8 +140,6 @@ def _index(
     tensor_starts: NDArray[np.int64],
 ) -> Index:
     dtypes, tensor_dtypes = np.unique(catalog.dtypes, return_inverse=True)
-    name_ends, names, name_order = name_columns(catalog.names)
-    note_tensors, note_ends, note_text = note_columns(catalog.metadata, catalog.notes)
     return Index(
         block_nbytes=policy.block_nbytes,
         alignment=policy.alignment,
@@ -155,12 +153,8 @@ def _index(
         tensor_nbytes=catalog.nbytes,
         dims_ends=catalog.dims.ends,
         dims=catalog.dims.values,
-        name_ends=name_ends,
-        names=names,
-        name_order=name_order,
-        note_tensors=note_tensors,
-        note_ends=note_ends,
-        note_text=note_text,
+        **name_columns(catalog.names),
+        **note_columns(catalog.metadata, catalog.notes),
     )
 
 

@@ -21,9 +21,8 @@ from stream_pack.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from stream_pack.format import head as heads
 from stream_pack.format.front import decode_header, kind_of
-from stream_pack.format.head import Head, check_region, root_checksum
+from stream_pack.format.head import Head, check_region, decode_head, root_checksum
 from stream_pack.format.header import Header
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.records import Footer, Locator
@@ -96,7 +95,7 @@ def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | No
     Raises: RawPayloadError, NewerVersionError, FormatError, ChecksumError.
     """
     if Locator.stands_before(data):
-        return heads.decode(data)
+        return decode_head(data)
     if Footer.stands_before(end() or b""):
         raise FormatError(
             f"no locator before byte {len(data)}, where one must end, but a footer at the end; the file is damaged"

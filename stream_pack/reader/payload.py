@@ -16,7 +16,7 @@ from stream_pack.format.align import Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.header import HeadKind
-from stream_pack.format.index import NO_BUFFER, Index, name_columns
+from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.ranges import starts_apart
 from stream_pack.reader.lending import Contents
 from stream_pack.reader.mapping import FileRange, map_shared
@@ -83,7 +83,6 @@ def index_of(constants: Constants, *, origin: int) -> Index:
     starts[held] = offsets[held] - buffer_offsets[buffers[held]]
     numbers, tensor_dtypes = np.unique(constants.dtypes, return_inverse=True)
     dtypes = [None if number == UNKNOWN else DTYPES[number] for number in numbers.tolist()]
-    name_ends, names, name_order = name_columns(list(constants.names))
     return Index(
         block_nbytes=BLOCK_NBYTES,
         alignment=Alignment(),
@@ -97,12 +96,8 @@ def index_of(constants: Constants, *, origin: int) -> Index:
         tensor_nbytes=nbytes,
         dims_ends=constants.dims.ends,
         dims=constants.dims.values,
-        name_ends=name_ends,
-        names=names,
-        name_order=name_order,
-        note_tensors=np.empty(0, np.uint32),
-        note_ends=np.empty(0, np.int64),
-        note_text=np.empty(0, np.uint8),
+        **name_columns(constants.names),
+        **note_columns({}, ()),
     )
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from stream_pack.et_files.layouts import ORDER_NOTE
-from stream_pack.format import head
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.front import Front, verifier_tensors
+from stream_pack.format.head import EncodedHead, encode_head
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.arrival import waiting_nbytes
@@ -43,7 +43,7 @@ class Prepared:
 
     catalog: Catalog
     layout: Layout
-    encoded: head.EncodedHead
+    encoded: EncodedHead
     budget: Budget
     spool_nbytes: int
 
@@ -77,7 +77,7 @@ def prepare(
         give_back()
         allow_memory(planning, max_memory, what="the plan of the pack")
     layout = plan(catalog, policy)
-    encoded = head.encode(layout, front)
+    encoded = encode_head(layout, front)
     give_back()
     needs = budget(
         max_memory=max_memory,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
-from stream_pack.format import dtypes, head
+from stream_pack.format import dtypes
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.head import encode_head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER
 from stream_pack.format.layout import plan
@@ -76,7 +77,7 @@ class Writer:
         self._sink = open_sink(target)
         try:
             layout = plan(catalog, options.policy)
-            self._pack = PackWriter(layout, head.encode(layout, options.front), self._sink)
+            self._pack = PackWriter(layout, encode_head(layout, options.front), self._sink)
             self._pack.start(reserve=True)
         except BaseException:
             self._sink.abort()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict
 from typing import TypeAlias
 
-from stream_pack.format import head
 from stream_pack.format.front import Front
+from stream_pack.format.head import EncodedHead, Head, encode_footer
 from stream_pack.format.layout import Layout, Policy
 from stream_pack.format.records import Footer
 from stream_pack.jobs import cores
@@ -49,14 +49,14 @@ class PackWriter:
     ``encoded`` is the head of ``layout``.  Nothing is written before :meth:`start`.
     """
 
-    def __init__(self, layout: Layout, encoded: head.EncodedHead, sink: Sink) -> None:
+    def __init__(self, layout: Layout, encoded: EncodedHead, sink: Sink) -> None:
         self.layout = layout
         self._encoded = encoded
         self._sink = sink
         self._hasher = RegionHasher(self.head)
 
     @property
-    def head(self) -> head.Head:
+    def head(self) -> Head:
         """What the file's head says."""
         return self._encoded.head
 
@@ -91,7 +91,7 @@ class PackWriter:
 
     def finish_with(self, checksums: bytes) -> int:
         """:meth:`finish` of a region that others have written and hashed: ``checksums`` are those of its blocks."""
-        footer = head.encode_footer(self.head, checksums)
+        footer = encode_footer(self.head, checksums)
         self._sink.put(self.head.checksums_file_offset, checksums)
         self._sink.put(self.head.footer_file_offset, footer)
         self._sink.commit()

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
-from stream_pack.format.head import Head
-from stream_pack.format.head import encode as encode_head
+from stream_pack.format.head import Head, encode_head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.layout import plan

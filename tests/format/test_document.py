@@ -12,7 +12,7 @@ import xxhash
 from stream_pack.format import limits
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.front import KINDS
-from stream_pack.format.head import decode
+from stream_pack.format.head import decode_head
 from stream_pack.format.records import Footer, Locator
 from tests.vectors.minimal_reader import Pack, read
 
@@ -83,7 +83,7 @@ def test_the_checksums_of_the_vector_cover_what_the_text_says(foreign: Pack) -> 
 
 def test_the_head_of_the_vector_is_read_the_same_by_the_package(foreign: Pack) -> None:
     region = 16384
-    head = decode(memoryview(VECTOR)[:region])
+    head = decode_head(memoryview(VECTOR)[:region])
     assert (head.region_file_offset, head.pack_nbytes) == (region, len(VECTOR))
     assert head.checksum == foreign.head_checksum
     index = head.index

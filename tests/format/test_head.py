@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 
 import stream_pack
 from stream_pack.errors import ChecksumError, FormatError, LimitError
-from stream_pack.format import head
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import KINDS, MPS, PTD, XNNPACK, Front
+from stream_pack.format.head import (
+    EncodedHead,
+    check_region,
+    decode_head,
+    encode_footer,
+    encode_head,
+)
 from stream_pack.format.header import Header
 from stream_pack.format.layout import Layout, Policy, plan
 from tests.support.damage import Share, may_refuse, some_or_all
@@ -34,7 +40,7 @@ def layout_of(*shapes: tuple[int, ...], policy: Policy = POLICY) -> Layout:
     return plan(builder.build(storages_nbytes=0), policy)
 
 
-def whole(encoded: head.EncodedHead) -> bytes:
+def whole(encoded: EncodedHead) -> bytes:
     return encoded.front + bytes(encoded.padding_nbytes) + encoded.locator
 
 
@@ -53,7 +59,7 @@ GRAPHS = {
 @given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
 def test_header_and_locator_lead_to_every_part(shapes: list[tuple[int, ...]], front: Front) -> None:
     layout = layout_of(*shapes)
-    encoded = head.encode(layout, front)
+    encoded = encode_head(layout, front)
     data = whole(encoded)
     code, at = REGION_FIELDS[front]
     (region,) = struct.unpack_from(code, data, at)
@@ -69,7 +75,7 @@ def test_header_and_locator_lead_to_every_part(shapes: list[tuple[int, ...]], fr
     blocks = sum(1 for shape in shapes if np.prod(shape) > 0)
     assert nbytes == region + region_nbytes + 8 * blocks + 24
     assert checksum == xxhash.xxh3_64_intdigest(data[: region - 24] + data[region - 16 :])
-    decoded = head.decode(memoryview(data))
+    decoded = decode_head(memoryview(data))
     for field in (
         "kind",
         "region_file_offset",
@@ -89,7 +95,7 @@ def test_header_and_locator_lead_to_every_part(shapes: list[tuple[int, ...]], fr
 @every_front
 def test_only_what_stands_before_the_index_depends_on_the_header(front: Front) -> None:
     shapes = ((3,), (0, 2), (1 << 18,), ())
-    plain, other = (head.encode(layout_of(*shapes), which) for which in (MPS, front))
+    plain, other = (encode_head(layout_of(*shapes), which) for which in (MPS, front))
     assert plain.head.region_nbytes == other.head.region_nbytes
     assert plain.head.index_nbytes == other.head.index_nbytes
     assert (
@@ -98,9 +104,9 @@ def test_only_what_stands_before_the_index_depends_on_the_header(front: Front) -
 
 
 def test_the_footer_covers_the_head_the_checksums_and_itself() -> None:
-    encoded = head.encode(layout_of((3,)), MPS)
+    encoded = encode_head(layout_of((3,)), MPS)
     checksums = struct.pack("<Q", 12345)
-    footer = head.encode_footer(encoded.head, checksums)
+    footer = encode_footer(encoded.head, checksums)
     tail = struct.pack("<2I", 24, 1) + b"\x89SPF\r\n\x1a\n"
     covered = struct.pack("<Q", encoded.head.checksum) + checksums + tail
     assert footer == struct.pack("<Q", xxhash.xxh3_64_intdigest(covered)) + tail
@@ -108,28 +114,28 @@ def test_the_footer_covers_the_head_the_checksums_and_itself() -> None:
 
 def test_a_larger_alignment_moves_the_region() -> None:
     policy = Policy(alignment=Alignment(small=256, large=1 << 20, large_nbytes=1 << 20))
-    encoded = head.encode(layout_of((1 << 18,), policy=policy), MPS)
+    encoded = encode_head(layout_of((1 << 18,), policy=policy), MPS)
     assert encoded.head.region_file_offset == 1 << 20
-    assert head.decode(memoryview(whole(encoded))).region_file_offset == 1 << 20
+    assert decode_head(memoryview(whole(encoded))).region_file_offset == 1 << 20
 
 
 @every_front
 def test_a_head_with_bytes_missing_or_added_is_refused(front: Front) -> None:
-    data = whole(head.encode(layout_of((3,)), front))
+    data = whole(encode_head(layout_of((3,)), front))
     for wrong in (data[:-1], data + b"\0", data[: 1 << 13]):
         with pytest.raises(FormatError, match="places the region"):
-            head.decode(memoryview(wrong))
+            decode_head(memoryview(wrong))
 
 
 @every_front
 def test_every_bit_of_the_head_is_covered(front: Front) -> None:
-    data = whole(head.encode(layout_of((3,)), front))
+    data = whole(encode_head(layout_of((3,)), front))
     interesting = {*range(1200), *range(len(data) - 100, len(data)), *range(1200, len(data), 61)}
     for place in sorted(interesting):
         changed = bytearray(data)
         changed[place] ^= 1 << (place % 8)
         with pytest.raises((FormatError, ChecksumError)):
-            head.decode(memoryview(changed))
+            decode_head(memoryview(changed))
 
 
 @pytest.fixture(scope="module")
@@ -208,29 +214,29 @@ def test_numbers_at_the_edges_in_a_forged_index_lead_nowhere(
 @pytest.mark.parametrize("region", [0, 71, 2**33 + 16384, 2**62])
 def test_a_region_where_no_pack_has_one_is_refused_before_anything_is_read(region: int) -> None:
     with pytest.raises(FormatError, match="which no pack has"):
-        head.check_region(Header(KINDS["mps"], region, 0, 24, None))
-    head.check_region(Header(KINDS["mps"], 2**33, 0, 24, None))
+        check_region(Header(KINDS["mps"], region, 0, 24, None))
+    check_region(Header(KINDS["mps"], 2**33, 0, 24, None))
 
 
 def test_a_region_that_is_no_multiple_of_a_page_is_refused() -> None:
-    encoded = head.encode(layout_of((3,)), MPS)
+    encoded = encode_head(layout_of((3,)), MPS)
     data = bytearray(whole(encoded))
     struct.pack_into("<Q", data, 16, 16384 + 256)
     struct.pack_into("<Q", data, len(data) - 32, encoded.head.pack_nbytes + 256)
     checksum = xxhash.xxh3_64_intdigest(bytes(data[:-24]) + bytes(data[-16:]))
     struct.pack_into("<Q", data, len(data) - 24, checksum)
     with pytest.raises(FormatError, match="expected multiples of 16384 and 16384"):
-        head.decode(memoryview(bytes(data)))
+        decode_head(memoryview(bytes(data)))
 
 
 @every_front
 def test_the_weights_bytes_are_not_in_the_flatbuffers_however_many_they_are(front: Front) -> None:
     # FB#7391: 40 GiB in 12 tensors.
     shape = (40 << 30) // 12 // 4 // 1024, 1024
-    encoded = head.encode(layout_of(*[shape] * 12), front)
+    encoded = encode_head(layout_of(*[shape] * 12), front)
     assert encoded.head.region_nbytes > 12 * shape[0] * shape[1] * 4 > 39 << 30
     assert len(encoded.front) < 10_000
-    small = head.encode(layout_of(*[(1, 1024)] * 12), front)
+    small = encode_head(layout_of(*[(1, 1024)] * 12), front)
     assert len(small.front) == len(encoded.front)
 
 
@@ -238,12 +244,12 @@ def test_the_weights_bytes_are_not_in_the_flatbuffers_however_many_they_are(fron
 def test_a_graph_where_the_header_of_a_pack_may_not_place_one_is_refused(
     at: int, value: int
 ) -> None:
-    data = bytearray(whole(head.encode(layout_of((3,)), XNNPACK)))
+    data = bytearray(whole(encode_head(layout_of((3,)), XNNPACK)))
     struct.pack_into("<I", data, at, value)
     checksum = xxhash.xxh3_64_intdigest(bytes(data[:-24]) + bytes(data[-16:]))
     struct.pack_into("<Q", data, len(data) - 24, checksum)
     with pytest.raises(FormatError, match="places the graph at byte"):
-        head.decode(memoryview(bytes(data)))
+        decode_head(memoryview(bytes(data)))
 
 
 def test_a_graph_that_reaches_2_gib_is_refused() -> None:
@@ -252,7 +258,7 @@ def test_a_graph_that_reaches_2_gib_is_refused() -> None:
             return 2**31
 
     with pytest.raises(LimitError, match="below 2 GiB"):
-        head.encode(layout_of((3,)), Front(KINDS["xnnpack"], lambda index: Long()))
+        encode_head(layout_of((3,)), Front(KINDS["xnnpack"], lambda index: Long()))
 
 
 def test_a_front_of_somebody_else_is_called_once_and_stands_where_the_header_says() -> None:
@@ -263,8 +269,8 @@ def test_a_front_of_somebody_else_is_called_once_and_stands_where_the_header_say
         return b"\x08\0\0\0XN01" + bytes(range(1, 101))
 
     layout = layout_of((3,))
-    encoded = head.encode(layout, Front(KINDS["xnnpack"], graph))
+    encoded = encode_head(layout, Front(KINDS["xnnpack"], graph))
     assert asked == [layout.index]
     assert encoded.front[32:140] == b"\x08\0\0\0XN01" + bytes(range(1, 101))
     assert struct.unpack_from("<II", encoded.front, 10) == (32, 108)
-    assert head.decode(memoryview(whole(encoded))).graph_end == 140
+    assert decode_head(memoryview(whole(encoded))).graph_end == 140

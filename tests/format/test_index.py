@@ -13,9 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, LimitError
-from stream_pack.format import index
 from stream_pack.format.align import Alignment
-from stream_pack.format.index import NO_BUFFER, PACK_NOTE, Index
+from stream_pack.format.index import (
+    NO_BUFFER,
+    PACK_NOTE,
+    Index,
+    _tensor_nbytes,
+    decode_index,
+    encode_index,
+    name_columns,
+)
 from stream_pack.format.ragged import Ragged
 from stream_pack.format.schema.generated import Index as fbs
 
@@ -63,7 +70,7 @@ def sound(**changes: object) -> Index:
 
 
 def decoded(made: Index, region_nbytes: int = REGION_NBYTES) -> Index:
-    return index.decode(memoryview(index.encode(made)), region_nbytes=region_nbytes)
+    return decode_index(memoryview(encode_index(made)), region_nbytes=region_nbytes)
 
 
 COLUMNS = {
@@ -87,8 +94,8 @@ COLUMNS = {
 def test_the_generated_classes_read_what_was_encoded() -> None:
     # FB#7935, FB#8097: plain 64-bit fields, so that every language sees every buffer
     made = sound()
-    foreign = fbs.Index.GetRootAs(index.encode(made))
-    assert fbs.Index.IndexBufferHasIdentifier(index.encode(made), 0)
+    foreign = fbs.Index.GetRootAs(encode_index(made))
+    assert fbs.Index.IndexBufferHasIdentifier(encode_index(made), 0)
     assert foreign.BlockNbytes() == 4096
     assert (foreign.AlignmentSmall(), foreign.AlignmentLarge(), foreign.LargeNbytes()) == (
         256,
@@ -268,28 +275,26 @@ def test_lengths_are_exact_or_refused(dims: list[int], bits: int) -> None:
     column = Ragged(np.array(dims, np.int64), np.array([len(dims)], np.int64))
     if not allowed:
         with pytest.raises(FormatError):
-            index._tensor_nbytes(np.array([bits], np.uint16), column)
+            _tensor_nbytes(np.array([bits], np.uint16), column)
     else:
-        assert index._tensor_nbytes(np.array([bits], np.uint16), column).tolist() == [exact]
+        assert _tensor_nbytes(np.array([bits], np.uint16), column).tolist() == [exact]
 
 
 def test_an_index_that_would_reach_2_gib_is_refused_before_it_is_built() -> None:
     # FB#234: our own limit, never an error from inside the builder
     blob = np.lib.stride_tricks.as_strided(np.zeros(1, np.uint8), (2**31,), (0,))
     with pytest.raises(LimitError, match="2 GiB"):
-        index.encode(sound(names=blob))
+        encode_index(sound(names=blob))
 
 
 @given(names=st.lists(st.text(max_size=6), unique=True, max_size=20))
 def test_every_name_is_found_and_no_other(names: list[str]) -> None:
-    name_ends, blob, order = index.name_columns(names)
-    assert [names[number].encode() for number in order.tolist()] == sorted(
+    columns = name_columns(names)
+    assert [names[number].encode() for number in columns["name_order"].tolist()] == sorted(
         name.encode() for name in names
     )
     found = sound(
-        name_ends=name_ends,
-        names=blob,
-        name_order=order,
+        **columns,
         tensor_buffers=np.zeros(len(names), np.uint32),
     )
     assert [found.find(name) for name in names] == list(range(len(names)))

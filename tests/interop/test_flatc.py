@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from stream_pack.format import head
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
+from stream_pack.format.head import encode_head
 from stream_pack.format.layout import Policy, plan
 from tests.vectors.minimal_reader import integers, read
 
@@ -146,7 +146,7 @@ def test_lengths_and_offsets_at_the_edges_of_integers_arrive_whole(
     builder.add("first", BY_NAME["uint8"], (before,), storage=0, start=0)
     builder.add("second", BY_NAME["uint8"], (5,), storage=1, start=0)
     policy = Policy(Alignment(small=16, large=16, large_nbytes=16), block_nbytes=1 << 30)
-    encoded = head.encode(plan(builder.build(storages_nbytes=0), policy), MPS)
+    encoded = encode_head(plan(builder.build(storages_nbytes=0), policy), MPS)
     place = encoded.head.index_file_offset
     graph = decoded(encoded.front[24:place], "graph.fbs", tmp_path)
     index = decoded(encoded.front[place:], "index.fbs", tmp_path)

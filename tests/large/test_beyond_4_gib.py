@@ -58,11 +58,12 @@ def test_a_tensor_may_have_more_than_4_gi_elements(sparse_path: Path) -> None:
 
 def test_a_dim_above_31_bits_is_valid_for_us_and_invalid_for_mps(sparse_path: Path) -> None:
     stream_pack.convert(SparseSource({"x": ("int8", (2**31,))}), sparse_path)
-    from stream_pack.format import graph_mps, head
+    from stream_pack.format import graph_mps
+    from stream_pack.format.head import decode_head
 
     with open(sparse_path, "rb") as file:
         data = memoryview(file.read(16384))
-    index = head.decode(data).index
+    index = decode_head(data).index
     assert index.shape(0) == (2**31,)
     values = graph_mps.decode(data[24:])
     assert (values.datatypes.tolist(), values.num_dims.tolist()) == ([0], [0])

@@ -13,11 +13,11 @@ import xxhash
 
 import stream_pack
 from stream_pack import ChecksumError
-from stream_pack.format import head
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.checksum import xxh3_of_zeros
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
+from stream_pack.format.head import encode_footer, encode_head
 from stream_pack.format.layout import Policy, plan
 from stream_pack.inspection.of_pack import inspect_pack
 from tests.support.memory import anonymous_nbytes
@@ -39,7 +39,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     builder.add("huge", BY_NAME["uint8"], (HUGE_NBYTES // MIB, MIB), storage=1, start=0)
     builder.add("last", BY_NAME["float32"], (3,), storage=2, start=0)
     layout = plan(builder.build(storages_nbytes=0), Policy(block_nbytes=BLOCK_NBYTES))
-    encoded = head.encode(layout, MPS)
+    encoded = encode_head(layout, MPS)
     first, last = np.arange(3, dtype="<f4").tobytes(), np.arange(7, 10, dtype="<f4").tobytes()
     blocks = [xxh3_of_zeros(BLOCK_NBYTES)] * (HUGE_NBYTES // BLOCK_NBYTES)
     sums = [xxhash.xxh3_64_intdigest(first), *blocks, xxhash.xxh3_64_intdigest(last)]
@@ -54,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (encoded.head.region_file_offset + offsets[2], last),
             (
                 encoded.head.checksums_file_offset,
-                checksums + head.encode_footer(encoded.head, checksums),
+                checksums + encode_footer(encoded.head, checksums),
             ),
         ]:
             os.pwrite(file.fileno(), data, place)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from stream_pack.format import graph_mps, head
+from stream_pack.format import graph_mps
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
+from stream_pack.format.head import decode_head, encode_head
 from stream_pack.format.layout import Policy, plan
 
 COUNT = 1_000_000
@@ -24,11 +25,11 @@ def test_a_million_names_are_planned_written_and_found_again() -> None:
     builder = CatalogBuilder()
     for number in range(COUNT):
         builder.add(name(number), U8, (number % 5 + 1,), storage=number, start=0)
-    encoded = head.encode(plan(builder.build(storages_nbytes=0), Policy()), MPS)
+    encoded = encode_head(plan(builder.build(storages_nbytes=0), Policy()), MPS)
     assert len(encoded.front) > 100 << 20
     assert encoded.head.region_nbytes == (COUNT * 256 + 16383) // 16384 * 16384
     data = memoryview(encoded.front + bytes(encoded.padding_nbytes) + encoded.locator)
-    index = head.decode(data).index
+    index = decode_head(data).index
     del encoded
     assert len(index) == COUNT
     for number in (0, 1, 499_999, COUNT - 1):

@@ -11,10 +11,10 @@ import pytest
 
 import stream_pack
 from stream_pack.errors import TensorTooLarge
-from stream_pack.format import head
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
+from stream_pack.format.head import encode_footer, encode_head
 from stream_pack.format.layout import Policy, plan
 from stream_pack.metal import Device
 from stream_pack.metal.plan import plan_metal
@@ -36,7 +36,7 @@ def sparse(tmp_path: Path) -> Path:
     builder = CatalogBuilder()
     for number, (name, shape) in enumerate(SHAPES.items()):
         builder.add(name, BY_NAME["float32"], shape, storage=number, start=0)
-    encoded = head.encode(plan(builder.build(storages_nbytes=8 * GIB), Policy()), MPS)
+    encoded = encode_head(plan(builder.build(storages_nbytes=8 * GIB), Policy()), MPS)
     found = encoded.head
     path = tmp_path / "sparse.pack"
     with path.open("wb") as file:
@@ -47,7 +47,7 @@ def sparse(tmp_path: Path) -> Path:
             file.write(bytes([number + 1]))
         # Opening does not look at checksums; none of them is right.
         file.seek(found.footer_file_offset)
-        file.write(head.encode_footer(found, bytes(found.index.checksums_nbytes)))
+        file.write(encode_footer(found, bytes(found.index.checksums_nbytes)))
     assert os.stat(path).st_blocks * 512 < MIB
     return path
 

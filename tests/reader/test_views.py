@@ -437,8 +437,8 @@ def test_a_closed_pack_says_that_it_is_closed(path: Path) -> None:
 
 
 def test_notes_of_a_tensor_are_read(path: Path) -> None:
-    from stream_pack.format import head
     from stream_pack.format.front import MPS
+    from stream_pack.format.head import encode_footer, encode_head
     from stream_pack.format.layout import Policy, plan
 
     builder = CatalogBuilder()
@@ -446,10 +446,10 @@ def test_notes_of_a_tensor_are_read(path: Path) -> None:
     builder.add(
         "b", BY_NAME["uint8"], (0,), storage=0, start=0, notes={"type": "Q4_0", "by": "hand"}
     )
-    encoded = head.encode(
+    encoded = encode_head(
         plan(builder.build(storages_nbytes=0, metadata={"k": "v"}), Policy()), MPS
     )
-    footer = head.encode_footer(encoded.head, b"")
+    footer = encode_footer(encoded.head, b"")
     path.write_bytes(encoded.front + bytes(encoded.padding_nbytes) + encoded.locator + footer)
     with stream_pack.open(path, verify="full") as pack:
         assert pack.notes("a") == {}

@@ -10,9 +10,9 @@ import numpy as np
 from stream_pack.errors import UnsupportedTensorError
 from stream_pack.et_files.mps_types import DTYPE_OF
 from stream_pack.executorch.export.held import Held
-from stream_pack.format import head
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.front import KINDS, Front
+from stream_pack.format.head import encode_footer, encode_head
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
 from stream_pack.text import quoted
@@ -80,7 +80,7 @@ def plan_region(constants: Sequence[HeldConstant]) -> Region:
 
 def assemble(region: Region, graph: bytes) -> Held:
     """The pack that begins with ``graph``, the flatbuffer that describes ``region``.  Copies: none of the constants."""
-    encoded = head.encode(region.layout, Front(KINDS["mps"], lambda index: graph))
+    encoded = encode_head(region.layout, Front(KINDS["mps"], lambda index: graph))
     checksums = np.array(
         [checksum for held in region.buffers for checksum in held.block_checksums], "<u8"
     ).tobytes()
@@ -95,6 +95,6 @@ def assemble(region: Region, graph: bytes) -> Held:
     ):
         members += [Zeros(offset - end), held]
         end = offset + held.nbytes
-    footer = head.encode_footer(encoded.head, checksums)
+    footer = encode_footer(encoded.head, checksums)
     members += [Zeros(region.layout.region_nbytes - end), checksums, footer]
     return Held.compose(members)

@@ -27,11 +27,11 @@ from stream_pack.errors import (
     TruncatedError,
     UnsupportedTensorError,
 )
-from stream_pack.format import head
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
+from stream_pack.format.head import encode_footer, encode_head, root_checksum
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.format.records import Footer, Locator
 from stream_pack.pipeline.bytestream import ByteStream
@@ -85,7 +85,7 @@ def layout() -> Layout:
 
 def assemble(the_layout: Layout, storages: list[bytes] = STORAGES) -> bytes:
     """A whole pack by hand: head, buffers with padding, XXH3-64 of each block, footer."""
-    encoded = head.encode(the_layout, MPS)
+    encoded = encode_head(the_layout, MPS)
     region = bytearray(the_layout.region_nbytes)
     checksums = b""
     index = the_layout.index
@@ -105,13 +105,13 @@ def assemble(the_layout: Layout, storages: list[bytes] = STORAGES) -> bytes:
             encoded.locator,
             region,
             checksums,
-            head.encode_footer(encoded.head, checksums),
+            encode_footer(encoded.head, checksums),
         )
     )
 
 
 PACK = assemble(layout())
-HEAD = head.encode(layout(), MPS).head
+HEAD = encode_head(layout(), MPS).head
 REGION = HEAD.region_file_offset
 
 
@@ -347,7 +347,7 @@ def test_bytes_between_checksums_and_footer_are_refused(tmp_path: Path) -> None:
     checksums = PACK[HEAD.checksums_file_offset : HEAD.footer_file_offset]
     footer = PACK[HEAD.footer_file_offset :]
     tail = bytes(8) + footer
-    root = head.root_checksum(checksum, (checksums,), tail)
+    root = root_checksum(checksum, (checksums,), tail)
     pack = b"".join(
         (
             front,
