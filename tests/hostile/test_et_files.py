@@ -228,3 +228,23 @@ def test_segments_of_mutable_data_are_few() -> None:
         else:
             with pytest.raises(FormatError, match="1025 segments of mutable data"):
                 survey(data)
+
+
+def test_a_fault_quotes_the_names_of_the_file_and_stays_short() -> None:
+    payload = mps_payload([Constant((4,), 0), Constant((4,), 8)], bytes(24))
+    method, key = "\x1b[2J\n" + "f" * 1000, "\x1b[2J\n" + "k" * 4000
+    data = program(
+        # Overlapping payloads, one that is cut, and one in a segment that is not there.
+        [Delegate(0), Delegate(1), Delegate(2), Delegate(9)],
+        [(0, len(payload)), (8, len(payload)), (len(payload) + 8, 24), (0, 0)],
+        named=[Named(key, 7), Named(key, 3), Named(key, 3)],
+        base=1 << 16,
+        segments_nbytes=len(payload) + 32,
+        method=method,
+    )
+    faults = survey(data + payload + payload[:32]).faults
+    assert {fault.part for fault in faults} == {"constant", "graph", "names", "segment"}
+    for fault in faults:
+        assert "\\x1b[2J\\n" in fault.text
+        assert fault.text.isprintable()
+        assert len(fault.text) < 700

@@ -69,14 +69,12 @@ def name_constants(
     extra = [str(number) for number in names if number not in numbers]
     if extra:
         raise SourceError(f"names are given for {listed(extra)}: the graph has no such constant")
-    return [
-        (
-            number,
-            name,
-            f"{noun} {number}" if name == str(number) else f"{noun} {number} ({quoted(name)})",
-        )
-        for number, name in ((number, names.get(number, str(number))) for number in numbers)
-    ]
+    found = []
+    for number in numbers:
+        name = names.get(number, str(number))
+        also = "" if name == str(number) else f" ({quoted(name)})"
+        found.append((number, name, f"{noun} {number}{also}"))
+    return found
 
 
 def write_payload(
@@ -92,7 +90,7 @@ def write_payload(
     ``encode(offsets, nbytes)`` gives the flatbuffer of the graph, with its constants at these places, in bytes from the
     region's first one.
 
-    Raises: SourceError and its kinds, LimitError, OSError; a target path is then as it was before.
+    Raises: SourceError and its subclasses, LimitError, OSError; a file at ``target`` is then unchanged.
     """
     front = Front(kind, lambda index: encode(index.offsets.tolist(), index.tensor_nbytes.tolist()))
     with _open(tensors) as source:
@@ -121,11 +119,11 @@ def _open(tensors: Tensors) -> Source:
 def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source:
     """``source`` with exactly the constants ``wanted``, in their order and under their names.
 
-    Floats are cast on the way where the graph asks for a narrower one that ExecuTorch casts to; bytes of packed 4-bit
-    elements get the graph's dtype and dims.
+    Floats are cast to a narrower dtype where the graph asks for one, as ExecuTorch does; bytes of packed 4-bit elements
+    get the graph's dtype and dims.
 
-    Memory: one more chunk.  Lifetime: what is returned owns ``source``.
-    Raises: SourceError when a constant is missing, or there is one too many; UnsupportedTensorError for one that is
+    Memory: one more chunk.  Lifetime: the result owns ``source``.
+    Raises: SourceError for a constant that is missing, or not in the graph; UnsupportedTensorError for one that is
     empty, or does not match the graph.
     """
     catalog = source.catalog
@@ -136,31 +134,27 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
     fitted = [_fit(constant, taken, row) for row, constant in enumerate(wanted)]
     described = replace(
         taken,
-        dtypes=np.array([fit.dtype for fit in fitted], np.uint8),
+        dtypes=np.array([dtype for dtype, _, _ in fitted], np.uint8),
         dims=Ragged.of(
-            np.array([dim for fit in fitted for dim in fit.dims], np.int64),
-            [len(fit.dims) for fit in fitted],
+            np.array([dim for _, dims, _ in fitted for dim in dims], np.int64),
+            [len(dims) for _, dims, _ in fitted],
         ),
     )
-    if all(fit.cast is None for fit in fitted):
+    if all(cast is None for _, _, cast in fitted):
         return AdaptedSource(source, described, None)
     # Rules for casts match names: here a name is the dtype that the constant becomes.
     rules = [(DTYPES[target].name, target) for target in _CASTS]
-    targets = ["" if fit.cast is None else DTYPES[fit.cast].name for fit in fitted]
+    targets = ["" if cast is None else DTYPES[cast].name for _, _, cast in fitted]
     return AdaptedSource(source, *cast_catalog(described, rules, targets))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """How a tensor becomes a constant: what its bytes are called, and what they are cast to."""
+def _fit(
+    constant: GraphConstant, catalog: Catalog, row: int
+) -> tuple[int, tuple[int, ...], int | None]:
+    """The dtype and dims under which the tensor in ``row`` is taken, and the dtype that it is cast to, if it is.
 
-    dtype: int
-    dims: tuple[int, ...]
-    cast: int | None = None
-
-
-def _fit(constant: GraphConstant, catalog: Catalog, row: int) -> _Fit:
-    """Prove that the tensor in ``row`` matches what the graph says of ``constant``."""
+    Proves that the tensor matches what the graph says of ``constant``.
+    """
     dtype, shape, nbytes = int(catalog.dtypes[row]), catalog.shape(row), int(catalog.nbytes[row])
     if nbytes == 0:
         raise _unfit(constant, f"has shape {list(shape)} and no bytes, which the runtime aborts on")
@@ -173,7 +167,7 @@ def _fit(constant: GraphConstant, catalog: Catalog, row: int) -> _Fit:
             raise _unfit(constant, f"is {DTYPES[dtype].name}, the graph says {DTYPES[target].name}")
         dtype = target  # bytes, each of two packed elements
     if constant.dims is None:
-        return _Fit(dtype, shape, cast)
+        return dtype, shape, cast
     elements = nbytes * 8 // BITS[dtype]
     if elements != math.prod(constant.dims):
         raise _unfit(
@@ -185,7 +179,7 @@ def _fit(constant: GraphConstant, catalog: Catalog, row: int) -> _Fit:
             constant, f"has {len(constant.dims)} dims in the graph: the limit is {MAX_RANK}"
         )
     tensor_nbytes(constant.name, dtype, constant.dims)  # proves each dim, of which two may be -1
-    return _Fit(dtype, constant.dims, cast)
+    return dtype, constant.dims, cast
 
 
 def _rows(catalog: Catalog, wanted: Sequence[GraphConstant]) -> NDArray[np.intp]:
