@@ -215,6 +215,18 @@ class Forward:
         return self._file.write(data)
 
 
+def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(
+    tmp_path: Path,
+) -> None:
+    data = reordered("pickle last")
+    with pytest.raises(UnsupportedCheckpointError, match="first record is"):
+        stream_pack.list_keys(ByteSource(data))
+    (row,) = stream_pack.list_keys(ByteSource(data), spool_dir=tmp_path)
+    assert isinstance(row, stream_pack.KeySummary)
+    assert (row.path, row.kind, row.chosen) == ((), "dict", True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_path: Path) -> None:
     data = reordered("pickle last")
     report = stream_pack.convert(ByteSource(data), tmp_path / "pack")
