@@ -150,7 +150,7 @@ class ChecksumError(StreamPackError, ValueError):
 
     Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual`` (XXH3-64 values),
     ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a block also ``tensor_count`` (how many
-    tensors use it), ``tensors`` (their names; at most 100 for an open pack), ``buffer`` and ``block`` (its number in
+    tensors use it), ``tensors`` (their names; at most 100), ``buffer`` and ``block`` (its number in
     the buffer).
     """
 

@@ -89,8 +89,7 @@ def annotated(owner: Any) -> Iterator[tuple[str, object]]:
                 yield f"{name}({argument})", annotation
 
 
-# Made by the library only, from what it knows of the Objective-C runtime.
-@pytest.mark.parametrize("name", sorted(set(PUBLIC) - {"metal.Buffer", "metal.Device"}))
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_signatures_and_attributes_lead_to_public_names_only(name: str) -> None:
     owner = PUBLIC[name]
     if isinstance(owner, type) and issubclass(owner, BaseException):

@@ -12,7 +12,8 @@ Importing this loads nothing of Apple's; on other systems :func:`open` raises Me
 from __future__ import annotations
 
 from stream_pack.metal.device import Buffer, Device, Residency
+from stream_pack.metal.objc import Runtime
 from stream_pack.metal.views import MetalView
 from stream_pack.metal.weights import Weights, open
 
-__all__ = ["Buffer", "Device", "MetalView", "Residency", "Weights", "open"]
+__all__ = ["Buffer", "Device", "MetalView", "Residency", "Runtime", "Weights", "open"]

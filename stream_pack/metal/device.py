@@ -41,16 +41,14 @@ class Buffer:
 
     __slots__ = ("__weakref__", "_messages", "_pid", "address", "nbytes", "pointer", "token")
 
-    def __init__(
-        self, messages: Messages, pointer: int, address: int, nbytes: int, token: int
-    ) -> None:
+    def __init__(self, device: Device, pointer: int, address: int, nbytes: int, token: int) -> None:
         self.pointer = pointer
         self.address = address
         self.nbytes = nbytes
         self.token = token
-        self._messages = messages
+        self._messages = device.messages
         self._pid = os.getpid()
-        _release_with(self, messages, pointer, ("release",))
+        _release_with(self, self._messages, pointer, ("release",))
 
     def __repr__(self) -> str:
         return f"<Buffer {self.pointer:#x}, {self.nbytes} bytes at {self.address:#x}>"
@@ -202,7 +200,7 @@ class Device:
                 address=address,
                 nbytes=nbytes,
             )
-        return Buffer(self.messages, pointer, address, nbytes, token)
+        return Buffer(self, pointer, address, nbytes, token)
 
 
 class Residency:
