@@ -6,10 +6,10 @@ through :func:`quoted` or :func:`listed`, so that a message stays short and one 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-__all__ = ["counted", "human_nbytes", "listed", "printable", "quoted"]
+__all__ = ["counted", "human_nbytes", "listed", "printable", "quoted", "shown"]
 
 MAX_QUOTED = 200
 """Characters of a name that are shown: more than any sensible name has, and a few lines of a terminal."""
@@ -26,15 +26,33 @@ def quoted(name: str | bytes, *, most: int = MAX_QUOTED) -> str:
     return text if len(name) <= most else text + "..."
 
 
-def listed(names: Iterable[str], *, most: int = MAX_LISTED, total: int | None = None) -> str:
+def shown(value: object) -> str:
+    """A value from a file, as parsed from JSON: numbers as they are, text as by :func:`quoted`, of others the type."""
+    if isinstance(value, str | bytes):
+        return quoted(value)
+    if value is None or isinstance(value, bool | int | float):
+        text = repr(value)
+        return text if len(text) <= MAX_QUOTED else text[:MAX_QUOTED] + "..."
+    return f"<{type(value).__name__}>"
+
+
+def listed(
+    names: Iterable[str],
+    *,
+    most: int = MAX_LISTED,
+    total: int | None = None,
+    separator: str = ", ",
+    show: Callable[[str], str] = quoted,
+) -> str:
     """The first ``most`` of ``names``, quoted, and how many more there are: ``'a', 'b' and 3 more``.
 
-    ``total`` says how many there are where ``names`` holds only the first of them.
+    ``total`` says how many there are where ``names`` holds only the first of them.  ``show=str`` is for texts that are
+    short and printable already, such as sentences that quote a name.
     """
     if total is None:
         names = names if isinstance(names, Collection) else list(names)
         total = len(names)
-    text = ", ".join(map(quoted, islice(names, most)))
+    text = separator.join(map(show, islice(names, most)))
     return f"{text} and {total - most} more" if total > most else text
 
 

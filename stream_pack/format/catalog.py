@@ -21,6 +21,7 @@ from stream_pack.errors import LimitError, SourceError, UnsupportedTensorError
 from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.format.ragged import Ragged
+from stream_pack.text import quoted
 
 __all__ = ["Catalog", "CatalogBuilder", "tensor_nbytes"]
 
@@ -71,21 +72,21 @@ def tensor_nbytes(name: str, dtype: int, shape: Sequence[int]) -> int:
     for dim in shape:
         if dim < 0:
             raise UnsupportedTensorError(
-                f"tensor {name!r} has a negative dim: {list(shape)}", tensor=name
+                f"tensor {quoted(name)} has a negative dim: {list(shape)}", tensor=name
             )
         # An empty tensor's other dims obey the limit too: NumPy and torch multiply them into
         # strides.
         elements *= dim or 1
     if bits < 8 and (not shape or shape[-1] * bits % 8):
         raise UnsupportedTensorError(
-            f"tensor {name!r}: {DTYPES[dtype].name} of shape {list(shape)} does not fill whole bytes; "
+            f"tensor {quoted(name)}: {DTYPES[dtype].name} of shape {list(shape)} does not fill whole bytes; "
             "the last dim must be even",
             tensor=name,
         )
     nbytes = elements * bits // 8
     if nbytes > MAX_NBYTES or elements > MAX_NBYTES:
         raise LimitError(
-            f"tensor {name!r} of shape {list(shape)} spans {nbytes} bytes: the limit is 2**62",
+            f"tensor {quoted(name)} of shape {list(shape)} spans {nbytes} bytes: the limit is 2**62",
             value=nbytes,
             limit=MAX_NBYTES,
         )
@@ -128,16 +129,16 @@ class CatalogBuilder:
         :func:`tensor_nbytes`.
         """
         if name in self._names:
-            raise SourceError(f"two tensors are named {name!r}: rename one of them")
+            raise SourceError(f"two tensors are named {quoted(name)}: rename one of them")
         try:
             name.encode()
         except UnicodeEncodeError:
             raise SourceError(
-                f"tensor name {name!r} holds a lone surrogate, which no UTF-8 text can: rename it"
+                f"tensor name {quoted(name)} holds a lone surrogate, which no UTF-8 text can: rename it"
             ) from None
         if len(shape) > MAX_RANK:
             raise LimitError(
-                f"tensor {name!r} has {len(shape)} dims: the limit is {MAX_RANK}",
+                f"tensor {quoted(name)} has {len(shape)} dims: the limit is {MAX_RANK}",
                 value=len(shape),
                 limit=MAX_RANK,
             )

@@ -20,6 +20,7 @@ from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK
 from stream_pack.format.ragged import Ragged
+from stream_pack.text import quoted
 
 __all__ = ["KIND", "FlatTensor", "decode", "disagreements", "encode"]
 
@@ -166,8 +167,8 @@ def _refuse_nul(index: Index) -> None:
     if len(nul):
         name = index.name(int(np.searchsorted(index.name_ends, nul[0], side="right")))
         raise UnsupportedTensorError(
-            f"tensor {name!r}: its name has a NUL, where ExecuTorch ends the names of a .ptd, so that it would be "
-            "taken for another tensor; rename it",
+            f"tensor {quoted(name)}: its name has a NUL, where ExecuTorch ends the names of a .ptd, so that it would "
+            "be taken for another tensor; rename it",
             tensor=name,
         )
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import UnsupportedTensorError
 from stream_pack.format.dtypes import DTYPES
+from stream_pack.text import quoted
 
 __all__ = ["Recipe", "merged", "recipe", "sign_flips"]
 
@@ -94,7 +95,7 @@ def recipe(
     itemsize = max(1, kind.bits // 8)
     if offset < 0 or any(dim < 0 for dim in shape) or any(stride < 0 for stride in strides):
         raise UnsupportedTensorError(
-            f"tensor {name!r} has a negative offset, dim or stride: offset {offset}, "
+            f"tensor {quoted(name)} has a negative offset, dim or stride: offset {offset}, "
             f"shape {list(shape)}, strides {list(strides)}",
             tensor=name,
         )
@@ -103,13 +104,13 @@ def recipe(
     end = _end(start, dims, steps, itemsize)
     if end > storage_nbytes:
         raise UnsupportedTensorError(
-            f"tensor {name!r} reaches byte {end} of a storage of {storage_nbytes} bytes: offset {offset}, "
+            f"tensor {quoted(name)} reaches byte {end} of a storage of {storage_nbytes} bytes: offset {offset}, "
             f"shape {list(shape)}, strides {list(strides)} in elements of {itemsize} bytes",
             tensor=name,
         )
     if len(dims) > MAX_RANK:
         raise UnsupportedTensorError(
-            f"tensor {name!r} has {len(dims)} dims that are not contiguous; the limit is {MAX_RANK}",
+            f"tensor {quoted(name)} has {len(dims)} dims that are not contiguous; the limit is {MAX_RANK}",
             tensor=name,
         )
     unit_nbytes, signs = sign_flips(name, dtype, conj=conj, neg=neg)
@@ -163,7 +164,7 @@ def sign_flips(name: str, dtype: int, *, conj: bool, neg: bool) -> tuple[int, by
     complex_ = kind.name.startswith("complex")
     if (conj and not complex_) or (neg and not complex_ and kind.name not in _SIGNED):
         raise UnsupportedTensorError(
-            f"tensor {name!r} of dtype {kind.name} has its {'conj' if conj else 'neg'} bit set, "
+            f"tensor {quoted(name)} of dtype {kind.name} has its {'conj' if conj else 'neg'} bit set, "
             "which means nothing there: save resolve_conj().resolve_neg() of it",
             tensor=name,
         )

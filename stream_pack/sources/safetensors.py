@@ -22,6 +22,7 @@ from stream_pack.format.dtypes import BY_SAFETENSORS
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.data_section import DataSectionSource
+from stream_pack.text import quoted
 
 __all__ = ["SafetensorsSource"]
 
@@ -67,7 +68,7 @@ class SafetensorsSource(DataSectionSource):
             nbytes = builder.add(entry.name, entry.dtype, entry.shape, storage=0, start=entry.begin)
             if nbytes != entry.end - entry.begin:
                 raise UnsupportedCheckpointError(
-                    f"tensor {entry.name!r} of shape {entry.shape} has {nbytes} bytes, but its data_offsets hold "
+                    f"tensor {quoted(entry.name)} of shape {entry.shape} has {nbytes} bytes, but its data_offsets hold "
                     f"{entry.end - entry.begin}: the safetensors header is damaged"
                 )
         self._catalog = builder.build(storages_nbytes=self._data_nbytes, metadata=metadata)
@@ -105,7 +106,7 @@ def _read_header(stream: ByteStream) -> bytes:
     # The format wants "{" and nothing before it; seen first, so that no other file is read as a header.
     if nbytes < 2 or stream.peek(1) != b"{":
         raise UnsupportedCheckpointError(
-            f"not safetensors: expected a JSON header that starts with '{{' at byte 8, found {stream.peek(8)!r}"
+            f"not safetensors: expected a JSON header that starts with '{{' at byte 8, found {quoted(stream.peek(8))}"
         )
     copies = HEADER_COPIES * nbytes
     stream.allow(copies)
@@ -141,13 +142,15 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         counts = Counter(key for key, _ in pairs)
         twice = counts.most_common(1)[0][0]
         raise UnsupportedCheckpointError(
-            f"the safetensors header has the key {twice!r} twice: readers disagree on which one counts"
+            f"the safetensors header has the key {quoted(twice)} twice: readers disagree on which one counts"
         )
     return unique
 
 
 def _refuse_constant(text: str) -> object:
-    raise UnsupportedCheckpointError(f"the safetensors header holds {text}, which is not JSON")
+    raise UnsupportedCheckpointError(
+        f"the safetensors header holds {quoted(text)}, which is not JSON"
+    )
 
 
 def _check_metadata(metadata: object) -> dict[str, str]:
@@ -163,7 +166,7 @@ def _check_metadata(metadata: object) -> dict[str, str]:
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise UnsupportedCheckpointError(
-                f"the safetensors metadata {key!r} is a {type(value).__name__}, expected text"
+                f"the safetensors metadata {quoted(key)} is a {type(value).__name__}, expected text"
             )
     try:
         "".join(text for item in metadata.items() for text in item).encode()
@@ -185,13 +188,13 @@ def _entry(name: str, value: object) -> _Entry:
         or len(shape) > MAX_RANK
     ):
         raise UnsupportedCheckpointError(
-            f"tensor {name!r} in the safetensors header: expected a dtype, a shape of at most {MAX_RANK} lengths, "
-            f"and two data_offsets, all numbers whole and from 0 to {MAX_NBYTES}"
+            f"tensor {quoted(name)} in the safetensors header: expected a dtype, a shape of at most {MAX_RANK} "
+            f"lengths, and two data_offsets, all numbers whole and from 0 to {MAX_NBYTES}"
         )
     number = BY_SAFETENSORS.get(dtype)
     if number is None:
         raise UnsupportedTensorError(
-            f"tensor {name!r} has the safetensors dtype {dtype!r}, which a pack cannot hold",
+            f"tensor {quoted(name)} has the safetensors dtype {quoted(dtype)}, which a pack cannot hold",
             tensor=name,
         )
     return _Entry(name, number, shape, *offsets)
@@ -210,8 +213,8 @@ def _check_offsets(entries: list[_Entry]) -> int:
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
             raise UnsupportedCheckpointError(
-                f"tensor {entry.name!r} has the data_offsets [{entry.begin}, {entry.end}], expected it to begin at "
-                f"{position}, where the one before ends: the safetensors header has a hole, an overlap or damage"
+                f"tensor {quoted(entry.name)} has the data_offsets [{entry.begin}, {entry.end}], expected it to begin "
+                f"at {position}, where the one before ends: the safetensors header has a hole, an overlap or damage"
             )
         position = entry.end
     return position

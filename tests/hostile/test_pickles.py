@@ -130,16 +130,18 @@ def test_modules_that_are_named_are_not_imported() -> None:
         assert (module in sys.modules) == present
 
 
-def test_all_unknown_names_are_listed_up_to_twenty() -> None:
+def test_all_unknown_names_are_listed_up_to_five() -> None:
     data = state_dict(*(f"cevil\nname{k}\n".encode() for k in range(30)))
     with pytest.raises(
-        UnsupportedCheckpointError, match=r"evil\.name0, .*evil\.name19, and 10 more"
+        UnsupportedCheckpointError, match=r"'evil\.name0', .*'evil\.name4' and 25 more"
     ):
         open_pickle(data)
 
 
 def test_a_tensor_made_by_a_function_that_torch_may_get_one_day_is_refused() -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=r"_rebuild_tensor_v9, which this version"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"_rebuild_tensor_v9', which this version"
+    ):
         open_pickle(state_dict(tensor().replace(b"tensor_v2", b"tensor_v9")))
 
 

@@ -18,6 +18,7 @@ from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.pipeline.adapt.select import matches
+from stream_pack.text import quoted
 
 __all__ = [
     "CastRule",
@@ -136,7 +137,8 @@ def _float_number(dtype: object) -> int:
     number = _BY_ALIAS.get(text.removeprefix("torch."))
     if number is None:
         raise OptionError(
-            f"cannot cast to {text!r}: expected one of {', '.join(_BY_ALIAS)} (of other dtypes, no bits are changed)"
+            f"cannot cast to {quoted(text)}: expected one of {', '.join(_BY_ALIAS)} (of other dtypes, no bits are "
+            "changed)"
         )
     return number
 
@@ -163,7 +165,7 @@ def _check_lengths(
     for tensor in np.flatnonzero(elements > MAX_NBYTES // element_nbytes)[:1].tolist():
         nbytes = int(elements[tensor]) * int(element_nbytes[tensor])
         raise LimitError(
-            f"tensor {catalog.names[tensor]!r} would span {nbytes} bytes after the cast: the limit is 2**62",
+            f"tensor {quoted(catalog.names[tensor])} would span {nbytes} bytes after the cast: the limit is 2**62",
             value=nbytes,
             limit=MAX_NBYTES,
         )

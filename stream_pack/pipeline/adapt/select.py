@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import OptionError, SourceError
 from stream_pack.format.catalog import Catalog
+from stream_pack.text import quoted
 
 __all__ = ["Order", "Rename", "Selection", "matches", "select", "take_rows"]
 
@@ -42,17 +43,19 @@ class Rename:
         mark = text[1:2]
         parts = _split(text[2:], mark)
         if not text.startswith("s") or not _may_delimit(mark) or len(parts) != 3:
-            raise OptionError(f"the renaming {text!r} is not of the form s/REGEX/REPLACEMENT/")
+            raise OptionError(
+                f"the renaming {quoted(text)} is not of the form s/REGEX/REPLACEMENT/"
+            )
         regex, replacement, flags = parts
         if flags not in ("", "g"):
             raise OptionError(
-                f"the renaming {text!r} ends in {flags!r}: 'g' or nothing is expected"
+                f"the renaming {quoted(text)} ends in {quoted(flags)}: 'g' or nothing is expected"
             )
         try:
             pattern = re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(
-                f"the renaming {text!r}: {regex!r} is no regular expression: {error}"
+                f"the renaming {quoted(text)}: {quoted(regex)} is no regular expression: {error}"
             ) from None
         # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
         return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
@@ -63,7 +66,7 @@ class Rename:
             return self.pattern.sub(self.replacement, name, count=0 if self.everywhere else 1)
         except (re.error, IndexError) as error:
             raise OptionError(
-                f"{self.replacement!r} cannot replace {self.pattern.pattern!r} in {name!r}: {error}"
+                f"{quoted(self.replacement)} cannot replace {quoted(self.pattern.pattern)} in {quoted(name)}: {error}"
             ) from None
 
 
@@ -115,8 +118,8 @@ def _chosen(names: Sequence[str], selection: Selection) -> NDArray[np.intp]:
     if selection.exclude:
         kept &= ~np.fromiter(map(matches(selection.exclude), names), bool, len(names))
     if len(names) and not kept.any():
-        given = [f"include {pattern!r}" for pattern in selection.include]
-        given += [f"exclude {pattern!r}" for pattern in selection.exclude]
+        given = [f"include {quoted(pattern)}" for pattern in selection.include]
+        given += [f"exclude {quoted(pattern)}" for pattern in selection.exclude]
         shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         raise SourceError(
@@ -132,15 +135,18 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         for rename in renames:
             new = rename(new)
             if not isinstance(new, str):
-                raise OptionError(f"rename= made {new!r} of {name!r}: expected text")
+                raise OptionError(f"rename= made {new!r} of {quoted(name)}: expected text")
         if new in given:
             raise SourceError(
-                f"{given[new]!r} and {name!r} would both be named {new!r}: rename one of them otherwise"
+                f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: rename one of them "
+                "otherwise"
             )
         try:
             new.encode()
         except UnicodeEncodeError:
-            raise SourceError(f"{name!r} would be named {new!r}, which is no UTF-8 text") from None
+            raise SourceError(
+                f"{quoted(name)} would be named {quoted(new)}, which is no UTF-8 text"
+            ) from None
         given[new] = name
     return list(given)
 

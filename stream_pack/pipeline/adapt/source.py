@@ -15,6 +15,7 @@ from stream_pack.pipeline.adapt.cast_plan import CastRule, CastStorages, cast_ca
 from stream_pack.pipeline.adapt.select import Selection, select
 from stream_pack.pipeline.arrival import Arrival
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.text import quoted
 
 __all__ = ["Adaptation", "AdaptedSource", "adapted"]
 
@@ -53,7 +54,8 @@ def _refuse(source: Source, rows: Iterable[int]) -> None:
     if row is not None:
         name = source.catalog.names[row]
         raise UnsupportedTensorError(
-            f"tensor {name!r} {refusals[row]}: leave it out with --exclude (exclude=)", tensor=name
+            f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)",
+            tensor=name,
         )
 
 

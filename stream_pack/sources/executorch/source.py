@@ -31,6 +31,7 @@ from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
 from stream_pack.sources.executorch.heads import HeadsInFile, HeadsInPipe, OutOfOrder
 from stream_pack.sources.pack.source import PackSource
 from stream_pack.sources.sets.composite import JoinedSource, Member
+from stream_pack.text import listed
 
 __all__ = ["open_exported"]
 
@@ -156,9 +157,9 @@ class ExportedSource(Source):
         found = []
         others = [payload for payload in self._survey.payloads if payload.kind == "other"]
         if others:
-            backends = ", ".join(sorted({repr(payload.backend) for payload in others}))
             found.append(
-                f"{len(others)} payloads of {backends} were left out: what is in them is not known here"
+                f"{len(others)} payloads of {listed(sorted({p.backend for p in others}))} were left out: "
+                "what is in them is not known here"
             )
         if self._survey.external:
             found.append(f"{self._survey.external} constants of the program lie in other files")

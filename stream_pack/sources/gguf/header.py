@@ -20,6 +20,7 @@ from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorErro
 from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.text import quoted, shown
 
 __all__ = ["GgufHeader", "GgufTensor", "read_gguf_header"]
 
@@ -127,7 +128,7 @@ class _Reader:
         self._elements = 0
         magic, version = bytes(self._take(4)), self._u32()
         if magic != MAGIC:
-            raise UnsupportedCheckpointError(f"not GGUF: it begins with {magic!r}")
+            raise UnsupportedCheckpointError(f"not GGUF: it begins with {quoted(magic)}")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
             if swapped in VERSIONS:
@@ -155,7 +156,7 @@ class _Reader:
         for _ in range(pairs):
             key = self._text(MAX_KEY_NBYTES, "a key")
             if key in metadata:
-                raise _damaged(f"the key {key[:100]!r} stands in it twice")
+                raise _damaged(f"the key {quoted(key)} stands in it twice")
             kind = self._u32()
             value = self._value(kind, MAX_DEPTH)
             if key == ALIGNMENT_KEY:
@@ -178,10 +179,10 @@ class _Reader:
         name = self._text(MAX_KEY_NBYTES, "the name of a tensor")
         rank = self._u32()
         if rank > MAX_DIMS:
-            raise _damaged(f"tensor {name[:100]!r} has {rank} dims; the limit is {MAX_DIMS}")
+            raise _damaged(f"tensor {quoted(name)} has {rank} dims; the limit is {MAX_DIMS}")
         dims = [self._u64() for _ in range(rank)]
         if prod(dim or 1 for dim in dims) > MAX_NBYTES // 16:
-            raise _damaged(f"tensor {name[:100]!r} has the dims {dims}, more elements than can be")
+            raise _damaged(f"tensor {quoted(name)} has the dims {dims}, more elements than can be")
         kind, begin = self._u32(), self._u64()
         shape = tuple(reversed(dims))  # the innermost dim comes first in the file
         plain = _PLAIN.get(kind)
@@ -189,13 +190,13 @@ class _Reader:
             return GgufTensor(name, plain, shape, BITS[plain] // 8 * prod(shape), begin, {})
         if kind not in _QUANTISED:
             raise UnsupportedTensorError(
-                f"tensor {name!r} has the GGUF type {kind}, which this version does not know",
+                f"tensor {quoted(name)} has the GGUF type {kind}, which this version does not know",
                 tensor=name,
             )
         label, block, block_nbytes = _QUANTISED[kind]
         if not shape or shape[-1] % block:
             raise _damaged(
-                f"tensor {name[:100]!r} of shape {list(shape)} has no whole blocks of {label}"
+                f"tensor {quoted(name)} of shape {list(shape)} has no whole blocks of {label}"
             )
         rows = (*shape[:-1], shape[-1] // block * block_nbytes)
         notes = {"gguf.type": label, "gguf.shape": json.dumps(shape)}
@@ -286,7 +287,7 @@ class _Reader:
 def _alignment(value: object) -> int:
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         raise _damaged(
-            f"its {ALIGNMENT_KEY} is {str(value)[:40]}, expected a power of two up to {MAX_ALIGNMENT}"
+            f"its {ALIGNMENT_KEY} is {shown(value)}, expected a power of two up to {MAX_ALIGNMENT}"
         )
     return value
 
@@ -302,7 +303,7 @@ def _check_offsets(tensors: list[GgufTensor], alignment: int) -> int:
         expected = _aligned(position, alignment)
         if tensor.begin != expected:
             raise _damaged(
-                f"tensor {tensor.name[:100]!r} has the offset {tensor.begin}, expected {expected}, where the "
+                f"tensor {quoted(tensor.name)} has the offset {tensor.begin}, expected {expected}, where the "
                 "one before it and its padding end: a hole, an overlap or damage"
             )
         position = tensor.begin + tensor.nbytes

@@ -14,6 +14,7 @@ from stream_pack.format.dtypes import DTYPES
 from stream_pack.pipeline.gather import strided_chunks
 from stream_pack.pipeline.geometry import Recipe, merged
 from stream_pack.sources.memory.tensor import HOST, LiveTensor, byte_span, cut
+from stream_pack.text import quoted
 
 __all__ = ["describe_array"]
 
@@ -50,7 +51,7 @@ def describe_array(name: str, array: NDArray[np.generic]) -> LiveTensor:
     """
     if type(array) not in (np.ndarray, np.memmap):
         raise UnsupportedTensorError(
-            f"tensor {name!r} is a {type(array).__module__}.{type(array).__qualname__}, whose meaning its bytes "
+            f"tensor {quoted(name)} is a {type(array).__module__}.{type(array).__qualname__}, whose meaning its bytes "
             "alone do not carry: pass numpy.asarray() of it if they are what you want",
             tensor=name,
         )
@@ -86,7 +87,8 @@ def _dtype_number(name: str, dtype: np.dtype[np.generic]) -> int:
         number = _BY_ML_DTYPES.get(dtype.name)
     if number is None:
         raise UnsupportedTensorError(
-            f"tensor {name!r} has the NumPy dtype {str(dtype)!r}, which a pack cannot hold: convert it first",
+            f"tensor {quoted(name)} has the NumPy dtype {quoted(str(dtype))}, which a pack cannot hold: convert it "
+            "first",
             tensor=name,
         )
     return number

@@ -13,6 +13,7 @@ from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
 from stream_pack.sources.memory.numpy_arrays import describe_array
 from stream_pack.sources.memory.tensor import LiveTensor
+from stream_pack.text import quoted
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[st
 def _describe(name: object, value: object) -> LiveTensor:
     if not isinstance(name, str):
         raise SourceError(
-            f"the key {name!r} is a {type(name).__qualname__}: names of tensors are text"
+            f"the key {quoted(repr(name))} is a {type(name).__qualname__}: names of tensors are text"
         )
     if isinstance(value, np.ndarray):
         return describe_array(name, value)
@@ -161,7 +162,7 @@ def _describe(name: object, value: object) -> LiveTensor:
 
         return describe_tensor(name, value)
     raise UnsupportedTensorError(
-        f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, neither a torch tensor nor a "
+        f"{quoted(name)} is a {type(value).__module__}.{type(value).__qualname__}, neither a torch tensor nor a "
         "NumPy array: leave it out, or make it one",
         tensor=name,
     )

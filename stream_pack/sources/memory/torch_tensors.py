@@ -13,6 +13,7 @@ from stream_pack.format.dtypes import BY_TORCH, DTYPES
 from stream_pack.pipeline.gather import row_windows
 from stream_pack.pipeline.geometry import Recipe, merged, sign_flips
 from stream_pack.sources.memory.tensor import HOST, LiveTensor, byte_span, cut
+from stream_pack.text import quoted
 
 __all__ = ["describe_tensor", "module_tensors"]
 
@@ -49,14 +50,14 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
     """
     reason = _why_not_plain(tensor)
     if reason:
-        raise UnsupportedTensorError(f"tensor {name!r} {reason}", tensor=name)
+        raise UnsupportedTensorError(f"tensor {quoted(name)} {reason}", tensor=name)
     tensor = tensor.detach()  # no autograd graph over the windows
     dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
     shape = list(tensor.shape)
     if DTYPES[dtype].torch_pairs:
         if not shape:
             raise UnsupportedTensorError(
-                f"tensor {name!r} is one {tensor.dtype} of rank 0: its two elements need a dim to stand in; "
+                f"tensor {quoted(name)} is one {tensor.dtype} of rank 0: its two elements need a dim to stand in; "
                 "reshape it to [1]",
                 tensor=name,
             )
@@ -73,8 +74,8 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
         space, base = (str(tensor.device), storage._cdata), 0
     if tensor.numel() and (end > storage.nbytes() or (space == HOST and not base)):
         raise UnsupportedTensorError(
-            f"tensor {name!r} reaches to byte {end} of a storage of {storage.nbytes()} bytes at address {base:#x}: "
-            "its memory was freed or moved away (sharded training does that); gather it first",
+            f"tensor {quoted(name)} reaches to byte {end} of a storage of {storage.nbytes()} bytes at address "
+            f"{base:#x}: its memory was freed or moved away (sharded training does that); gather it first",
             tensor=name,
         )
     dims, steps = merged(tensor.shape, strides, itemsize)

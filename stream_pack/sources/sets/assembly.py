@@ -16,6 +16,7 @@ import numpy as np
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.text import quoted
 
 __all__ = [
     "MIN_PART_CHUNK_NBYTES",
@@ -141,8 +142,8 @@ def tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], *, bits: int) -
             or any(end > dim for end, dim in zip(ends, shape))
         ):
             raise UnsupportedCheckpointError(
-                f"part {number} of tensor {name!r}, at {list(box.offsets)} of shape {list(box.sizes)}, does not lie in "
-                f"the tensor's shape {list(shape)}"
+                f"part {number} of tensor {quoted(name)}, at {list(box.offsets)} of shape {list(box.sizes)}, does not "
+                f"lie in the tensor's shape {list(shape)}"
             )
     # Beforehand, so that a plan is made only of parts that can tile, and has no more rows than they have.
     covered = sum(prod(box.sizes) for box in boxes)
@@ -192,15 +193,15 @@ class _Tiling:
         self._runs += runs
         if self._runs > MAX_RUNS:
             raise UnsupportedCheckpointError(
-                f"tensor {self._name!r} is cut into {len(self._boxes)} parts so irregularly that it would take more "
-                f"than {MAX_RUNS} runs to put it together: consolidate the checkpoint first"
+                f"tensor {quoted(self._name)} is cut into {len(self._boxes)} parts so irregularly that it would take "
+                f"more than {MAX_RUNS} runs to put it together: consolidate the checkpoint first"
             )
 
     def _nbytes(self, elements: int) -> int:
         if elements * self._bits % 8:
             raise UnsupportedCheckpointError(
-                f"tensor {self._name!r} of {self._bits}-bit elements is cut inside a byte: consolidate the checkpoint "
-                "first"
+                f"tensor {quoted(self._name)} of {self._bits}-bit elements is cut inside a byte: consolidate the "
+                "checkpoint first"
             )
         return elements * self._bits // 8
 
@@ -234,7 +235,7 @@ def _merged(plan: list[Rows]) -> list[Rows]:
 
 def _no_tiling(name: str, why: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        f"the parts of tensor {name!r} do not make it up, each element once: {why}"
+        f"the parts of tensor {quoted(name)} do not make it up, each element once: {why}"
     )
 
 

@@ -22,13 +22,13 @@ from stream_pack.errors import (
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.pipeline.arrival import Arrival
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.text import quoted, shown
 
 __all__ = [
     "Allow",
     "JoinedSource",
     "Member",
     "OpenFile",
-    "listed",
     "member_path",
     "open_members",
     "regular_file",
@@ -41,16 +41,6 @@ OpenFile: TypeAlias = Callable[[Path], Source]
 
 Allow: TypeAlias = Callable[[int], None]
 """Is told how many bytes of memory are about to be taken for what a set's own files say; raises if that is too much."""
-
-MAX_LISTED = 10
-MAX_SHOWN = 100
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names in a message: a few of them, and how many more there are."""
-    names = list(names)
-    shown = ", ".join(repr(name[:MAX_SHOWN]) for name in names[:MAX_LISTED])
-    return shown if len(names) <= MAX_LISTED else f"{shown} and {len(names) - MAX_LISTED} more"
 
 
 def member_path(folder: Path, name: object, *, told_by: str) -> Path:
@@ -68,13 +58,13 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
         or not _can_be_utf8(name)
     ):
         raise UnsupportedCheckpointError(
-            f"{told_by} names the file {str(name)[:MAX_SHOWN]!r}: expected the plain name of a file in the same folder"
+            f"{told_by} names the file {shown(name)}: expected the plain name of a file in the same folder"
         )
     try:
         return regular_file(folder / name)
     except FileNotFoundError:
         raise UnsupportedCheckpointError(
-            f"{told_by} names the file {name!r}, which is not there: was the download interrupted?"
+            f"{told_by} names the file {quoted(name)}, which is not there: was the download interrupted?"
         ) from None
 
 
@@ -85,7 +75,7 @@ def regular_file(path: Path) -> Path:
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnsupportedCheckpointError(
-            f"{str(path)!r} belongs to a set of files, and is no regular file"
+            f"{quoted(str(path))} belongs to a set of files, and is no regular file"
         )
     return path
 
@@ -101,7 +91,7 @@ def open_members(paths: Iterable[Path], open_file: OpenFile) -> list[Source]:
             try:
                 sources.append(stack.enter_context(open_file(path)))
             except StreamPackError as error:
-                say_where(error, path.name)
+                say_where(error, quoted(path.name))
                 raise
         stack.pop_all()
     return sources
@@ -165,7 +155,7 @@ class JoinedSource(Source):
     @property
     def remarks(self) -> tuple[str, ...]:
         return self._remarks + tuple(
-            f"{member.name}: {remark}"
+            f"{quoted(member.name)}: {remark}"
             for member in self._members
             for remark in member.source.remarks
         )
@@ -291,7 +281,7 @@ class JoinedSource(Source):
             for buffer, chunk in stream:
                 yield buffers[buffer], chunk
         except StreamPackError as error:
-            say_where(error, member.name)
+            say_where(error, quoted(member.name))
             raise
         finally:
             if isinstance(stream, Generator):

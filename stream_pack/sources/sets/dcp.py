@@ -33,11 +33,12 @@ from stream_pack.sources.sets.assembly import (
     tiled,
     trimmed,
 )
-from stream_pack.sources.sets.composite import Allow, listed, member_path, say_where, together
+from stream_pack.sources.sets.composite import Allow, member_path, say_where, together
 from stream_pack.sources.sets.dcp_metadata import Place, ShardedTensor, read_metadata
 from stream_pack.sources.torch_save.globals import Storage, Tensor
 from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
 from stream_pack.sources.torch_save.zip import TorchZipSource
+from stream_pack.text import listed, quoted
 
 __all__ = ["METADATA", "SHARD_SUFFIX", "DcpSource"]
 
@@ -129,7 +130,9 @@ class DcpSource(Source):
             self._chunk(tensor, box, place, part_options)
             for box, place in zip(tensor.boxes, tensor.places)
         ]
-        parts = [Part(stream, what=f"a chunk of tensor {tensor.name!r}") for stream in streams]
+        parts = [
+            Part(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams
+        ]
         try:
             yield from assembled(_plan(tensor), parts, chunk_nbytes=options.chunk_nbytes)
             for stream in streams:
@@ -143,7 +146,10 @@ class DcpSource(Source):
         self, tensor: ShardedTensor, box: Box, place: Place, options: StreamOptions
     ) -> Generator[Chunk, None, None]:
         """The bytes of one chunk, whose archive is open only while they are read."""
-        where = f"{place.file}, from byte {place.begin} on, the chunk of tensor {tensor.name!r} at {list(box.offsets)}"
+        where = (
+            f"{quoted(place.file)}, from byte {place.begin} on, the chunk of tensor {quoted(tensor.name)} at "
+            f"{list(box.offsets)}"
+        )
         try:
             with _opened(self._folder / place.file, place) as source:
                 catalog = source.catalog
@@ -187,7 +193,7 @@ def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
             node = node.setdefault(step, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict) or tensor.path[-1] in node:
             raise UnsupportedCheckpointError(
-                f"{METADATA} says that tensor {tensor.name[:100]!r} was saved where another value was"
+                f"{METADATA} says that tensor {quoted(tensor.name)} was saved where another value was"
             )
         storage = Storage(str(number), 0, 0)
         node[tensor.path[-1]] = Tensor(storage, tensor.dtype, 0, tensor.shape, (), False, False)
@@ -198,7 +204,7 @@ def _plan(tensor: ShardedTensor) -> list[Rows]:
     if 0 in tensor.shape:
         if tensor.boxes:
             raise UnsupportedCheckpointError(
-                f"{METADATA} says that tensor {tensor.name[:100]!r} of shape {list(tensor.shape)} has no elements, and "
+                f"{METADATA} says that tensor {quoted(tensor.name)} of shape {list(tensor.shape)} has no elements, and "
                 f"lists {len(tensor.boxes)} chunks that hold some"
             )
         return []
@@ -221,8 +227,8 @@ def _check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
             nbytes = tensor_nbytes(tensor.name, tensor.dtype, _logical(tensor.dtype, box.sizes))
             if nbytes > place.nbytes:
                 raise UnsupportedCheckpointError(
-                    f"the chunk of tensor {tensor.name!r} at {list(box.offsets)} has {nbytes} bytes, and {METADATA} "
-                    f"says that its archive in {place.file} has {place.nbytes}"
+                    f"the chunk of tensor {quoted(tensor.name)} at {list(box.offsets)} has {nbytes} bytes, and "
+                    f"{METADATA} says that its archive in {quoted(place.file)} has {place.nbytes}"
                 )
             first[place.file] = min(place.begin, first.get(place.file, place.begin))
             end[place.file] = max(place.begin + place.nbytes, end.get(place.file, 0))
@@ -232,8 +238,8 @@ def _check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
             nbytes = os.fstat(shard.fileno()).st_size
             if nbytes < end[file]:
                 raise TruncatedSourceError(
-                    f"{file} has {nbytes} bytes, and {METADATA} places chunks up to byte {end[file]} in it: it was cut "
-                    "short",
+                    f"{quoted(file)} has {nbytes} bytes, and {METADATA} places chunks up to byte {end[file]} in it: "
+                    "it was cut short",
                     position=nbytes,
                     missing_nbytes=end[file] - nbytes,
                 )
@@ -241,6 +247,6 @@ def _check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
             start = shard.read(512)
         if not start.startswith(ZIP_ENTRY):
             raise SourceError(
-                f"{file} has no archive of torch.save at byte {begin}, where its first chunk should be, but "
+                f"{quoted(file)} has no archive of torch.save at byte {begin}, where its first chunk should be, but "
                 f"{describe_start(start)}; a checkpoint saved in another format has to be consolidated first"
             )

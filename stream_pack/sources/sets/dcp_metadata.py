@@ -28,6 +28,7 @@ from stream_pack.sources.torch_save.unpickler import (
     Unpickler,
     malformed,
 )
+from stream_pack.text import quoted
 
 __all__ = ["Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
 
@@ -122,27 +123,27 @@ def _tensor(
     fields = _state(entry, "TensorStorageMetadata")
     properties = fields.get("properties")
     if not _is(properties, "TensorProperties"):
-        raise _unknown(f"tensor {name[:100]!r} has no TensorProperties")
+        raise _unknown(f"tensor {quoted(name)} has no TensorProperties")
     assert isinstance(properties, Opaque)
     state = properties.parts[-1]
     dtype = state[0] if type(state) is tuple and state else None
     dtype_name = dtype.name.removeprefix("torch.") if type(dtype) is Opaque else None
     if dtype_name is None:
-        raise _unknown(f"tensor {name[:100]!r} has no dtype")
+        raise _unknown(f"tensor {quoted(name)} has no dtype")
     number = BY_TORCH.get(dtype_name)
     if number is None:
         raise UnsupportedTensorError(
-            f"tensor {name!r} has the dtype {dtype_name[:100]!r}, which a pack cannot hold",
+            f"tensor {quoted(name)} has the dtype {quoted(dtype_name)}, which a pack cannot hold",
             tensor=name,
         )
-    shape = _lengths(fields.get("size"), f"the size of tensor {name[:100]!r}")
+    shape = _lengths(fields.get("size"), f"the size of tensor {quoted(name)}")
     chunks = fields.get("chunks")
     if type(chunks) is not list:
-        raise _unknown(f"tensor {name[:100]!r} has no list of chunks")
+        raise _unknown(f"tensor {quoted(name)} has no list of chunks")
     boxes, found = [], []
     for chunk in chunks:
         box_fields = _state(chunk, "ChunkStorageMetadata")
-        what = f"a chunk of tensor {name[:100]!r}"
+        what = f"a chunk of tensor {quoted(name)}"
         box = Box(
             _lengths(box_fields.get("offsets"), what), _lengths(box_fields.get("sizes"), what)
         )
@@ -151,7 +152,7 @@ def _tensor(
         place = places.get((name, box.offsets))
         if place is None:
             raise _unknown(
-                f"nothing says where the chunk of tensor {name[:100]!r} at {list(box.offsets)} stands"
+                f"nothing says where the chunk of tensor {quoted(name)} at {list(box.offsets)} stands"
             )
         boxes.append(box)
         found.append(place)
@@ -168,15 +169,15 @@ def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:
         file, begin, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
         if type(name) is not str or type(file) is not str:
             raise _unknown("a chunk whose name or file is not text")
-        offsets = None if offset is None else _lengths(offset, f"the offsets of {name[:100]!r}")
-        begin, nbytes = _lengths((begin, nbytes), f"the place of {name[:100]!r}")
+        offsets = None if offset is None else _lengths(offset, f"the offsets of {quoted(name)}")
+        begin, nbytes = _lengths((begin, nbytes), f"the place of {quoted(name)}")
         if info.get("transform_descriptors"):
             raise UnsupportedCheckpointError(
-                f"the chunks of {name[:100]!r} were transformed as they were saved (compressed?): save the checkpoint "
+                f"the chunks of {quoted(name)} were transformed as they were saved (compressed?): save the checkpoint "
                 "without stream transforms"
             )
         if (name, offsets) in places:
-            raise _unknown(f"two places for the chunk of {name[:100]!r} at {offset}")
+            raise _unknown(f"two places for the chunk of {quoted(name)} at {offsets}")
         places[name, offsets] = Place(file, begin, nbytes)
     return places
 
@@ -199,8 +200,8 @@ def _is(value: object, kind: str) -> bool:
 def _state(value: object, kind: str) -> dict[object, object]:
     """The fields of a dataclass of torch.distributed."""
     if not _is(value, kind):
-        shown = value.name[:100] if type(value) is Opaque else type(value).__name__
-        raise _unknown(f"a {shown} where a {kind} was expected")
+        found = quoted(value.name) if type(value) is Opaque else type(value).__name__
+        raise _unknown(f"a {found} where a {kind} was expected")
     assert isinstance(value, Opaque)
     state = value.parts[-1] if value.parts else None
     if type(state) is not dict:

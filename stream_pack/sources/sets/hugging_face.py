@@ -18,11 +18,11 @@ from stream_pack.sources.sets.composite import (
     JoinedSource,
     Member,
     OpenFile,
-    listed,
     member_path,
     open_members,
     regular_file,
 )
+from stream_pack.text import listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
 
@@ -54,7 +54,7 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, allow: Allow) -> Sour
     is not in its file; what ``open_file`` raises; OSError.
     """
     files = _read_index(index, allow)
-    paths = [member_path(index.parent, name, told_by=index.name) for name in files]
+    paths = [member_path(index.parent, name, told_by=quoted(index.name)) for name in files]
     sources = open_members(paths, open_file)
     try:
         allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
@@ -75,8 +75,8 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
         missing = wanted.keys() - set(names)
         if missing:
             raise UnsupportedCheckpointError(
-                f"{index} places {len(missing)} tensors in {file!r} that are not there: {listed(sorted(missing))}; "
-                "the files are of different checkpoints, or one was replaced"
+                f"{quoted(index)} places {len(missing)} tensors in {quoted(file)} that are not there: "
+                f"{listed(sorted(missing))}; the files are of different checkpoints, or one was replaced"
             )
         members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))
         left_out.extend(name for name in names if name not in wanted)
@@ -86,7 +86,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
     remarks = []
     if left_out:
         remarks.append(
-            f"tensors that {index} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
+            f"tensors that {quoted(index)} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
         )
     if disputed:
         remarks.append(
@@ -120,7 +120,7 @@ def _read_index(path: Path, allow: Allow) -> dict[str, dict[str, None]]:
     files: dict[str, dict[str, None]] = {}
     for tensor, file in weight_map.items():
         if type(file) is not str:
-            raise _not_an_index(path, f"places {tensor[:100]!r} in {str(file)[:100]}")
+            raise _not_an_index(path, f"places {quoted(tensor)} in {shown(file)}")
         files.setdefault(file, {})[tensor] = None
     return dict(sorted(files.items()))
 
@@ -130,12 +130,12 @@ def _unique(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(unique) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _not_an_index(path, f"has the key {twice[:100]!r} twice")
+        raise _not_an_index(path, f"has the key {quoted(twice)} twice")
     return unique
 
 
 def _not_an_index(path: Path, why: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        f"{path.name} {why}; expected an index as transformers writes it, "
+        f"{quoted(path.name)} {why}; expected an index as transformers writes it, "
         '{"metadata": {...}, "weight_map": {tensor: file}}'
     )

@@ -28,13 +28,13 @@ from stream_pack.sources.sets.assembly import (
 )
 from stream_pack.sources.sets.composite import (
     OpenFile,
-    listed,
     member_path,
     open_members,
     say_where,
     together,
 )
 from stream_pack.sources.sets.llama_params import PARAMS, LlamaParams, merged_along, read_params
+from stream_pack.text import listed, quoted
 
 __all__ = ["LlamaSource", "is_shard_name"]
 
@@ -90,7 +90,7 @@ class LlamaSource(Source):
     @property
     def remarks(self) -> tuple[str, ...]:
         return tuple(
-            f"{name}: {remark}"
+            f"{quoted(name)}: {remark}"
             for name, shard in zip(self._names, self._shards)
             for remark in shard.remarks
         )
@@ -142,8 +142,8 @@ class LlamaSource(Source):
             for shard, part in enumerate(parts[1:], 1):
                 if part.read(step) != first:
                     raise UnsupportedCheckpointError(
-                        f"tensor {name!r} should be the same in every shard, but {self._names[shard]} has other bytes "
-                        f"than {self._names[0]} between {begin} and {begin + step}: the shards are of different "
+                        f"tensor {quoted(name)} should be the same in every shard, but {self._names[shard]} has other "
+                        f"bytes than {self._names[0]} between {begin} and {begin + step}: the shards are of different "
                         "checkpoints"
                     )
             yield first
@@ -165,7 +165,7 @@ class LlamaSource(Source):
             for _, chunk in pieces:
                 yield chunk
         except StreamPackError as error:
-            say_where(error, self._names[number])
+            say_where(error, quoted(self._names[number]))
             raise
         finally:
             if isinstance(pieces, Generator):
@@ -196,7 +196,7 @@ class LlamaSource(Source):
             dtypes = {DTYPES[c.dtypes[row]].name for c, row in zip(catalogs, places)}
             if len(dtypes) > 1:
                 raise UnsupportedCheckpointError(
-                    f"tensor {name!r} has different dtypes in the shards: {', '.join(sorted(dtypes))}"
+                    f"tensor {quoted(name)} has different dtypes in the shards: {', '.join(sorted(dtypes))}"
                 )
             dtype = int(catalogs[0].dtypes[places[0]])
             shapes = [c.shape(row) for c, row in zip(catalogs, places)]
@@ -240,7 +240,8 @@ def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int | None) 
     rest = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if len(rest) > 1:
         raise UnsupportedCheckpointError(
-            f"the shards of tensor {name!r} have shapes that do not go together: {[list(s) for s in shapes]}"
+            f"the shards of tensor {quoted(name)} have shapes that do not go together: "
+            f"{listed(map(str, map(list, shapes)), show=str)}"
         )
     if dim is None:
         return shapes[0]

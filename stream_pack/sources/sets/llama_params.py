@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.text import quoted, shown
 
 __all__ = ["PARAMS", "LlamaParams", "merged_along", "read_params"]
 
@@ -56,7 +57,7 @@ class LlamaParams:
         if len(shape) != len(expected) or any(e not in (0, dim) for e, dim in zip(expected, shape)):
             wanted = ", ".join(str(e) if e else "any" for e in expected)
             raise UnsupportedCheckpointError(
-                f"the shards of tensor {name!r} make up the shape {list(shape)}, and {PARAMS} says [{wanted}]: "
+                f"the shards of tensor {quoted(name)} make up the shape {list(shape)}, and {PARAMS} says [{wanted}]: "
                 "a shard is missing, or they are of different checkpoints"
             )
 
@@ -79,7 +80,7 @@ def merged_along(name: str, shapes: Sequence[tuple[int, ...]], params: LlamaPara
         dim = 0 if shapes[0][1] == params.dim else 1
     if dim is None or any(len(shape) != 2 for shape in shapes):
         raise UnsupportedCheckpointError(
-            f"how the shards of tensor {name!r}, of shape {list(shapes[0])}, make it up is not known: "
+            f"how the shards of tensor {quoted(name)}, of shape {list(shapes[0])}, make it up is not known: "
             "expected the tensors of Llama 1 to 3"
         )
     return dim
@@ -111,7 +112,5 @@ def _number(params: Mapping[str, object], key: str) -> int:
     if value is None or value == -1:
         return 0
     if type(value) is not int or not 0 < value < 2**31:
-        raise UnsupportedCheckpointError(
-            f"{PARAMS} has the {key} {str(value)[:40]}: expected a count"
-        )
+        raise UnsupportedCheckpointError(f"{PARAMS} has the {key} {shown(value)}: expected a count")
     return value

@@ -24,6 +24,7 @@ from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.sources.sets.composite import regular_file
+from stream_pack.text import quoted
 
 __all__ = ["TYPE_FILE", "NinjaSource"]
 
@@ -53,7 +54,7 @@ class NinjaSource(LiveSource):
             arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(_samples(folder))}
         else:
             raise UnsupportedCheckpointError(
-                f"{str(folder)!r} is an mmap-ninja folder of type {kind!r}, which holds no arrays: "
+                f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which holds no arrays: "
                 "expected numpy or ragged"
             )
         super().__init__(arrays)
@@ -127,10 +128,10 @@ def _array(folder: Path) -> NDArray[np.generic]:
     number = BY_NAME.get(name)
     if number is None or DTYPES[number].numpy is None:
         raise _contradiction(
-            folder, f"its dtype is {name!r}, which NumPy and a pack do not both have"
+            folder, f"its dtype is {quoted(name)}, which NumPy and a pack do not both have"
         )
     if order not in ("C", "F"):
-        raise _contradiction(folder, f"its order is {order!r}, expected C or F")
+        raise _contradiction(folder, f"its order is {quoted(order)}, expected C or F")
     packed = _bytes(folder, "shape.ninja", 8 * MAX_RANK)
     shape = tuple(int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8))
     if len(packed) % 8 or any(dim > MAX_NBYTES for dim in shape):
@@ -139,8 +140,8 @@ def _array(folder: Path) -> NDArray[np.generic]:
     nbytes = os.stat(folder / "data.ninja").st_size
     if nbytes < expected:
         raise TruncatedSourceError(
-            f"{str(folder / 'data.ninja')!r} has {nbytes} bytes, its shape {list(shape)} of {name} takes {expected}: "
-            "it was cut short",
+            f"{quoted(str(folder / 'data.ninja'))} has {nbytes} bytes, its shape {list(shape)} of {name} takes "
+            f"{expected}: it was cut short",
             position=nbytes,
             missing_nbytes=expected - nbytes,
         )
@@ -171,5 +172,5 @@ def _bytes(folder: Path, file: str, limit: int) -> bytes:
 
 def _contradiction(folder: Path, why: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        f"the mmap-ninja folder {str(folder)!r} is incomplete or damaged: {why}"
+        f"the mmap-ninja folder {quoted(str(folder))} is incomplete or damaged: {why}"
     )

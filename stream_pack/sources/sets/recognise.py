@@ -7,13 +7,14 @@ from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.sets.composite import Allow, OpenFile, listed
+from stream_pack.sources.sets.composite import Allow, OpenFile
 from stream_pack.sources.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
 from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
 from stream_pack.sources.sets.llama import LlamaSource, is_shard_name
 from stream_pack.sources.sets.llama_params import PARAMS
 from stream_pack.sources.sets.ninja import TYPE_FILE, NinjaSource
 from stream_pack.sources.torch_save.state_dict import Flatten
+from stream_pack.text import listed, quoted
 
 __all__ = ["open_folder"]
 
@@ -41,15 +42,15 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     )
     shards = [name for name in names if is_shard_name(name)]
     found = [
-        *(f"the index {name}" for name in indexes),
+        *(f"the index {quoted(name)}" for name in indexes),
         *(["Llama shards"] if shards else []),
         *(["a torch.distributed checkpoint"] if distributed else []),
         *([f"an mmap-ninja array ({TYPE_FILE})"] if TYPE_FILE in names else []),
     ]
     if len(found) > 1:
         raise UnsupportedCheckpointError(
-            f"the folder {str(folder)!r} holds {len(found)} checkpoints: {', '.join(found)}; name the index file "
-            "itself, or move one of them away"
+            f"the folder {quoted(str(folder))} holds {len(found)} checkpoints: {listed(found, show=str)}; name the "
+            "index file itself, or move one of them away"
         )
     if indexes:
         return open_hugging_face(folder / indexes[0], open_file=open_file, allow=allow)
@@ -58,13 +59,13 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     if distributed:
         if METADATA not in names:
             raise UnsupportedCheckpointError(
-                f"the folder {str(folder)!r} holds the shards of a torch.distributed checkpoint, but no {METADATA}, "
-                "which is written last: the save did not finish"
+                f"the folder {quoted(str(folder))} holds the shards of a torch.distributed checkpoint, but no "
+                f"{METADATA}, which is written last: the save did not finish"
             )
         return DcpSource(folder, flatten=flatten, allow=allow)
     if TYPE_FILE in names:
         return NinjaSource(folder)
     hint = f"; it holds {listed(single)}: name the file that you want" if single else ""
     raise UnsupportedCheckpointError(
-        f"the folder {str(folder)!r} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
+        f"the folder {quoted(str(folder))} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
     )

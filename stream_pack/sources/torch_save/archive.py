@@ -35,8 +35,8 @@ from stream_pack.sources.torch_save.zip_records import (
     read_directory,
     read_local_header,
     scan_payload,
-    shown,
 )
+from stream_pack.text import listed, quoted
 
 __all__ = ["TorchArchive", "is_pickle"]
 
@@ -137,7 +137,7 @@ class TorchArchive:
             else:
                 if self._next.deflated:
                     raise SourceError(
-                        f"record {shown(self._next.name)} is compressed, and the archive's directory says it is not"
+                        f"record {quoted(self._next.name)} is compressed, and the archive's directory says it is not"
                     )
                 payload = self._stream.position
                 self._stream.skip(storage.nbytes, what=_described(storage))
@@ -175,7 +175,7 @@ class TorchArchive:
             storage = self.storages.get(name.removeprefix(self._prefix + STORAGES))
             users = "" if storage is None else f" ({self._users(storage)})"
             raise SourceChecksumError(
-                f"record {shown(name)}{users} was damaged before it reached us: its CRC-32 is 0x{actual:08x}, "
+                f"record {quoted(name)}{users} was damaged before it reached us: its CRC-32 is 0x{actual:08x}, "
                 f"and the archive says 0x{stated:08x}",
                 record=name,
                 expected=stated,
@@ -213,7 +213,7 @@ class TorchArchive:
             stream.unread(rest)
         else:
             if rest or inflated.read(1):
-                raise SourceError(f"bytes follow the pickle in record {shown(header.name)}")
+                raise SourceError(f"bytes follow the pickle in record {quoted(header.name)}")
             packed_nbytes = inflated.packed_nbytes
             self._deflated = True
         stated = self._finish(header, payload, self._pickle_nbytes, packed_nbytes)
@@ -234,7 +234,7 @@ class TorchArchive:
             raise UnsupportedCheckpointError("the archive is empty: no checkpoint")
         if self._stream.regular_file is None:
             raise UnsupportedCheckpointError(
-                f"the archive's first record is {shown(first.name)}, not data.pkl ({_looks_like([first.name])}), "
+                f"the archive's first record is {quoted(first.name)}, not data.pkl ({_looks_like([first.name])}), "
                 "so what it holds is known only at its end: to convert it takes disk space for all of it for a while; "
                 "to look at it before, save it to a file"
             )
@@ -283,7 +283,7 @@ class TorchArchive:
         header = read_local_header(self._stream)
         if header is None or header.name != entry.name:
             raise SourceError(
-                f"the archive's directory points to byte {entry.position} for record {shown(entry.name)}, "
+                f"the archive's directory points to byte {entry.position} for record {quoted(entry.name)}, "
                 "which does not begin there"
             )
         return header
@@ -311,7 +311,7 @@ class TorchArchive:
         """The storage that the record holds, if it is one."""
         if header.name in self._records:
             raise SourceError(
-                f"the archive holds two records named {shown(header.name)}: nobody can tell which is meant"
+                f"the archive holds two records named {quoted(header.name)}: nobody can tell which is meant"
             )
         prefix = self._prefix + STORAGES
         if not header.name.startswith(prefix):
@@ -337,7 +337,7 @@ class TorchArchive:
         return self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what)
 
     def _inflated(self, header: LocalHeader) -> Inflated:
-        return Inflated(self._stream, what=f"record {shown(header.name)}")
+        return Inflated(self._stream, what=f"record {quoted(header.name)}")
 
     def _inflated_chunks(
         self, header: LocalHeader, nbytes: int | None, chunk_nbytes: int
@@ -370,17 +370,17 @@ class TorchArchive:
         return iter([data])
 
     def _chunks(self, header: LocalHeader, nbytes: int, chunk_nbytes: int) -> Iterator[memoryview]:
-        what = f"record {shown(header.name)}"
+        what = f"record {quoted(header.name)}"
         return self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what)
 
     def _see_byteorder(self, data: bytes) -> None:
         if data not in (b"little", b"big"):
             raise UnsupportedCheckpointError(
-                f"the checkpoint's byte order is {data[:40]!r}: expected little or big"
+                f"the checkpoint's byte order is {quoted(data)}: expected little or big"
             )
         if self._storages_seen and data != self._byteorder:
             raise UnsupportedCheckpointError(
-                f"the checkpoint's byte order, {data!r}, is told after its tensors: save it again with torch"
+                f"the checkpoint's byte order, {quoted(data)}, is told after its tensors: save it again with torch"
             )
         self._byteorder = data
 
@@ -398,7 +398,7 @@ class TorchArchive:
         if missing:
             raise TruncatedSourceError(
                 f"the archive ends without {len(missing)} of its {len(self.storages)} storages, such as "
-                f"{missing[0].key!r} ({self._users(missing[0])}): its writer was interrupted"
+                f"{quoted(missing[0].key)} ({self._users(missing[0])}): its writer was interrupted"
             )
         count = 0
         for entry in read_directory(self._stream):
@@ -406,7 +406,7 @@ class TorchArchive:
             record = self._records.get(entry.name)
             if record is None:
                 raise SourceError(
-                    f"the archive's directory lists record {shown(entry.name)}, which is not there"
+                    f"the archive's directory lists record {quoted(entry.name)}, which is not there"
                 )
             told = (entry.position, entry.nbytes, entry.packed_nbytes, entry.crc, entry.method)
             seen = (
@@ -418,7 +418,7 @@ class TorchArchive:
             )
             if told != seen:
                 raise SourceError(
-                    f"record {shown(entry.name)} has position, lengths, CRC-32 and method {seen}; "
+                    f"record {quoted(entry.name)} has position, lengths, CRC-32 and method {seen}; "
                     f"the archive's directory says {told}"
                 )
         if count != len(self._records):
@@ -432,8 +432,7 @@ class TorchArchive:
     def _users(self, storage: Storage) -> str:
         tensors = self.state_dict.tensors.items()
         names = [name for name, tensor in tensors if tensor.storage is storage]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"tensor {names[0]!r}{more}" if names else "which no tensor uses"
+        return f"tensor {listed(names, most=1)}" if names else "which no tensor uses"
 
 
 def is_pickle(name: str) -> bool:
@@ -442,7 +441,7 @@ def is_pickle(name: str) -> bool:
 
 
 def _described(storage: Storage) -> str:
-    return f"storage {storage.key!r} of {storage.nbytes} bytes"
+    return f"storage {quoted(storage.key)} of {storage.nbytes} bytes"
 
 
 def _small(header: LocalHeader, chunks: Iterable[memoryview | bytes]) -> bytes:
@@ -450,7 +449,7 @@ def _small(header: LocalHeader, chunks: Iterable[memoryview | bytes]) -> bytes:
     for chunk in chunks:
         data += chunk
         if len(data) > SMALL_NBYTES:
-            raise SourceError(f"record {shown(header.name)} is longer than {SMALL_NBYTES} bytes")
+            raise SourceError(f"record {quoted(header.name)} is longer than {SMALL_NBYTES} bytes")
     return bytes(data)
 
 
@@ -465,4 +464,4 @@ def _looks_like(names: list[str]) -> str:
         return "it looks like a NumPy archive (.npz)"
     if any(tail.startswith("data/") for tail in tails):
         return "it may be TorchScript, an interrupted save, or packed again by another program"
-    return f"its records: {', '.join(repr(name[:80]) for name in names[:5])}"
+    return f"its records: {listed(names)}"

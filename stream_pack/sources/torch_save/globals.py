@@ -18,6 +18,7 @@ from stream_pack.format.dtypes import BY_TORCH
 from stream_pack.format.limits import MAX_RANK
 from stream_pack.sources.torch_save.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
 from stream_pack.sources.torch_save.unpickler import Callee, Opaque, malformed
+from stream_pack.text import quoted
 
 __all__ = ["Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
 
@@ -95,7 +96,7 @@ class TorchObjects:
             return Opaque(name)
         if name.startswith("torch._utils._rebuild"):
             raise UnsupportedCheckpointError(
-                f"the checkpoint holds tensors made by {name[:200]}, which this version does not know: "
+                f"the checkpoint holds tensors made by {quoted(name)}, which this version does not know: "
                 "save them as plain tensors"
             )
         self.unknown[name] = None
@@ -119,13 +120,13 @@ class TorchObjects:
         dtype, itemsize = _STORAGES[kind.name]
         nbytes = numel * itemsize
         if not 0 <= nbytes <= MAX_NUMBER:
-            raise malformed(f"storage {key[:200]!r} of {numel} elements")
+            raise malformed(f"storage {quoted(key)} of {numel} elements")
         storage = self.storages.get(key)
         if storage is None:
             storage = self.storages[key] = Storage(key, nbytes, numel)
         elif storage.nbytes != nbytes:
             raise malformed(
-                f"storage {key[:200]!r} has {storage.nbytes} bytes for one tensor, {nbytes} for another"
+                f"storage {quoted(key)} has {storage.nbytes} bytes for one tensor, {nbytes} for another"
             )
         begin, end = 0, numel
         if len(identifier) == 6 and identifier[5] is not None:
@@ -210,7 +211,9 @@ def _tensor(
     conj, neg = _bits(metadata)
     number = BY_TORCH.get(dtype or "uint8")
     if number is None:
-        return Unpackable(f"of dtype torch.{dtype}", "convert it to a dtype that packs hold")
+        return Unpackable(
+            f"of dtype {quoted(f'torch.{dtype}')}", "convert it to a dtype that packs hold"
+        )
     if storage.begin or storage.end < storage.storage.numel:
         last = offset + sum((dim - 1) * stride for dim, stride in zip(shape, strides))
         if 0 not in shape and not 0 <= last < storage.end - storage.begin:
@@ -301,7 +304,7 @@ def _rebuild_from_type(function: object, kind: object, args: object, state: obje
     if kind_name == "torch.nested._internal.nested_tensor.NestedTensor":
         return _NESTED
     return Unpackable(
-        f"a tensor subclass, {kind_name[:200]}",
+        f"a tensor subclass, {quoted(kind_name)}",
         "save a plain tensor, or its parts under names of their own",
     )
 
@@ -324,9 +327,9 @@ def _unpackable(what: str, advice: str) -> Callable[..., object]:
 
 def _rebuild_wrapper_subclass(*args: object) -> object:
     kind = args[0] if args else None
-    name = kind.name[:200] if isinstance(kind, Opaque | Callee) else "?"
+    name = kind.name if isinstance(kind, Opaque | Callee) else "?"
     return Unpackable(
-        f"a wrapper subclass, {name}, whose outer shape and dtype have no bytes",
+        f"a wrapper subclass, {quoted(name)}, whose outer shape and dtype have no bytes",
         "save its parts as plain tensors",
     )
 

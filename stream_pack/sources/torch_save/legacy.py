@@ -20,6 +20,7 @@ from stream_pack.sources.torch_save.nesting import flattening
 from stream_pack.sources.torch_save.source import TorchSource
 from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
 from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, Unpickler, malformed
+from stream_pack.text import quoted
 
 __all__ = ["LegacyTorchSource"]
 
@@ -119,12 +120,12 @@ class _LegacyFile:
     def _begin(self, storage: Storage) -> int:
         """Compare the number of elements that stands before a storage; return where its bytes begin."""
         count = self._stream.read_exactly(
-            COUNT_NBYTES, what=f"the length of storage {storage.key[:200]!r}"
+            COUNT_NBYTES, what=f"the length of storage {quoted(storage.key)}"
         )
         numel = int.from_bytes(count, "little", signed=True)
         if numel != storage.numel:
             raise SourceError(
-                f"storage {storage.key[:200]!r} has {numel} elements where it is stored, and {storage.numel} for the "
+                f"storage {quoted(storage.key)} has {numel} elements where it is stored, and {storage.numel} for the "
                 "tensors that use it: the checkpoint is damaged"
             )
         payload = self._payloads[storage.key] = self._stream.position
@@ -150,4 +151,4 @@ def _checked_keys(keys: object, storages: dict[str, Storage]) -> list[str]:
 
 
 def _described(storage: Storage) -> str:
-    return f"storage {storage.key[:200]!r} of {storage.nbytes} bytes"
+    return f"storage {quoted(storage.key)} of {storage.nbytes} bytes"

@@ -14,15 +14,14 @@ from typing import TypeAlias
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
 from stream_pack.sources.torch_save.globals import Tensor, Unpackable
 from stream_pack.sources.torch_save.state_dict import (
-    MAX_LISTED,
     Flatten,
     StateDict,
     holds_tensors,
-    listed,
-    shown,
+    shown_pickled,
     what_it_is,
 )
 from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, Found
+from stream_pack.text import MAX_LISTED, listed, quoted
 
 __all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
 
@@ -57,7 +56,7 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
         if not chosen.nested:
             found.collect(chosen.value)
         if found.refused:
-            raise _refused(listed(found.refused, "; "), unknown)
+            raise _refused(listed(found.refused, separator="; ", show=str), unknown)
         if unknown and not ignore_unknown:
             raise UnsupportedCheckpointError(
                 "the checkpoint names objects that are no plain data, and that loading it would run code "
@@ -68,13 +67,14 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
             where = f"below {chosen.where} " if chosen.path else ""
             raise UnsupportedCheckpointError(
                 f"this is no flat state dict: tensors are {where}nested below "
-                f"{listed(map(shown, chosen.nested))} (its keys: {_keys(chosen.value)}); choose with --key (key=), "
-                f"{shown(WHOLE)} for all of it, or look at them with --list-keys"
+                f"{listed(map(shown_pickled, chosen.nested), show=str)} (its keys: {_keys(chosen.value)}); choose with "
+                f"--key (key=), {shown_pickled(WHOLE)} for all of it, or look at them with --list-keys"
             )
         if found.objects and not ignore_unknown:
             raise UnsupportedCheckpointError(
-                f"tensors stand inside objects that are no dict, list or tuple: below {listed(found.objects)}; leave "
-                "them out with --ignore-unknown (ignore_unknown=True), or save them under names of their own"
+                "tensors stand inside objects that are no dict, list or tuple: below "
+                f"{listed(found.objects, show=str)}; leave them out with --ignore-unknown (ignore_unknown=True), or "
+                "save them under names of their own"
             )
         if chosen.value and not found.tensors:
             raise UnsupportedCheckpointError(
@@ -104,14 +104,16 @@ class Chosen:
     @property
     def where(self) -> str:
         """The way, for a message."""
-        return " / ".join(map(shown, self.path))
+        return quoted(".".join(self.path))
 
     def remarks(self) -> tuple[str, ...]:
         """What was decided without being asked."""
         if not self.by_rule or not self.path:
             return ()
         others = (
-            f", and left out the tensors below {listed(self.left_out)}" if self.left_out else ""
+            f", and left out the tensors below {listed(self.left_out, show=str)}"
+            if self.left_out
+            else ""
         )
         return (f"took the tensors below {self.where}{others}",)
 
@@ -128,11 +130,11 @@ def choose(value: object, key: Key, clean: set[int]) -> Chosen:
     if path is None or found is None:
         text = key if isinstance(key, str) else ".".join(key)
         raise UnsupportedCheckpointError(
-            f"the checkpoint has nothing under the key {shown(text)}; its keys: {_keys(value)}"
+            f"the checkpoint has nothing under the key {shown_pickled(text)}; its keys: {_keys(value)}"
         )
     if isinstance(found[0], Tensor | Unpackable) and path:
         raise UnsupportedCheckpointError(
-            f"the key {shown('.'.join(path))} is that of a single tensor: choose what holds it, and then the "
+            f"the key {shown_pickled('.'.join(path))} is that of a single tensor: choose what holds it, and then the "
             "tensor with --include (include=)"
         )
     return Chosen(found[0], path, by_rule=False)
@@ -142,7 +144,7 @@ def _check(key: object) -> None:
     if key is None or isinstance(key, str):
         return
     if not isinstance(key, Sequence) or not all(isinstance(step, str) for step in key):
-        raise OptionError(f"key={key!r}: expected a text, or a sequence of texts")
+        raise OptionError(f"key={quoted(repr(key))}: expected a text, or a sequence of texts")
 
 
 def _by_rule(value: object, clean: set[int]) -> Chosen:
@@ -153,7 +155,7 @@ def _by_rule(value: object, clean: set[int]) -> Chosen:
         models = [name for name in MODELS if _holds_plainly(value.get(name), plain)]
         if len(models) != 1 or not isinstance(value[models[0]], dict | list | tuple):
             break
-        left_out += map(shown, _with_tensors(value, clean, but=models[0]))
+        left_out += map(shown_pickled, _with_tensors(value, clean, but=models[0]))
         path.append(models[0])
         value = value[models[0]]
     if type(value) is not dict:
@@ -230,7 +232,7 @@ def _is_index(step: str) -> bool:
 
 def _keys(value: object) -> str:
     if isinstance(value, dict):
-        return listed(shown(key) for key in value) or "none"
+        return listed(map(shown_pickled, value), show=str) or "none"
     if isinstance(value, list | tuple):
         return f"0 to {len(value) - 1}" if value else "none"
     return "none"

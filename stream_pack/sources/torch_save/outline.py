@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.sources.torch_save.globals import Storage, Tensor, TypedStorage
 from stream_pack.sources.torch_save.nesting import choose
-from stream_pack.sources.torch_save.state_dict import leaves, shown
+from stream_pack.sources.torch_save.state_dict import leaves, shown_pickled
 from stream_pack.sources.torch_save.unpickler import Opaque
 
 __all__ = ["KeySummary", "outline"]
@@ -81,7 +81,7 @@ def _walk(value: object) -> Iterator[tuple[tuple[str, ...], object]]:
         else:
             continue
         below = [
-            ((*path, key if type(key) is str else shown(key)), part)
+            ((*path, key if type(key) is str else shown_pickled(key)), part)
             for key, part in inner
             if isinstance(part, dict | list | tuple | Opaque)
         ]

@@ -11,11 +11,9 @@ from typing import TypeAlias
 
 from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
 from stream_pack.sources.torch_save.unpickler import Callee, OddKey, Opaque
+from stream_pack.text import quoted, shown
 
-__all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "listed", "shown", "what_it_is"]
-
-MAX_LISTED = 20
-MAX_SHOWN = 100
+__all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "shown_pickled", "what_it_is"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,24 +84,14 @@ def holds_tensors(value: object, clean: set[int], *, inside_objects: bool = True
     return next(leaves(value, clean, inside_objects=inside_objects), None) is not None
 
 
-def shown(value: object) -> str:
-    """A key in a message: short, whatever it is."""
+def shown_pickled(value: object) -> str:
+    """A value of a pickle, such as a key, in a message: short, whatever it is."""
     if isinstance(value, OddKey):
         value = value.key
     if type(value) is tuple:
-        inner = ", ".join("..." if type(v) is tuple else shown(v) for v in value[:4])
+        inner = ", ".join("..." if type(v) is tuple else shown_pickled(v) for v in value[:4])
         return f"({inner}{', ...' if len(value) > 4 else ''})"
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        text = repr(value if not isinstance(value, str | bytes) else value[:MAX_SHOWN])
-        return text if len(text) <= 2 * MAX_SHOWN else text[: 2 * MAX_SHOWN] + "..."
-    return f"<{value.name[:MAX_SHOWN] if isinstance(value, Opaque) else type(value).__name__}>"
-
-
-def listed(texts: Iterable[str], separator: str = ", ") -> str:
-    """Texts in a message: a few of them, and how many more there are."""
-    texts = list(texts)
-    more = f"{separator}and {len(texts) - MAX_LISTED} more" if len(texts) > MAX_LISTED else ""
-    return separator.join(text[: 10 * MAX_SHOWN] for text in texts[:MAX_LISTED]) + more
+    return f"<{quoted(value.name)}>" if isinstance(value, Opaque) else shown(value)
 
 
 def what_it_is(value: object) -> str:
@@ -121,9 +109,9 @@ def what_it_is(value: object) -> str:
         isinstance(part, dict) and "_modules" in part for part in value.parts
     ):
         return (
-            f"a whole pickled module, {value.name[:MAX_SHOWN]}, which only its own code could rebuild: "
+            f"a whole pickled module, {quoted(value.name)}, which only its own code could rebuild: "
             "save its state_dict() instead"
         )
     if isinstance(value, Opaque | Callee):
-        return f"an object, {value.name[:MAX_SHOWN]}: save a dict of names to tensors"
-    return f"{shown(value)}, not a dict of names to tensors"
+        return f"an object, {quoted(value.name)}: save a dict of names to tensors"
+    return f"{shown_pickled(value)}, not a dict of names to tensors"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
-from stream_pack.sources.torch_save.state_dict import holds_tensors, leaves, listed, shown
+from stream_pack.sources.torch_save.state_dict import holds_tensors, leaves, shown_pickled
 from stream_pack.sources.torch_save.unpickler import Opaque
+from stream_pack.text import listed, quoted
 
 __all__ = ["MAX_DEPTH", "Found"]
 
@@ -62,13 +63,13 @@ class Found:
                 name = self._name(level.prefix, key)
                 names_nbytes += len(name) + 1
                 self._take(name, item)
-            elif kind is Opaque:
+            elif isinstance(item, Opaque):
                 seen: set[int] = set()
                 inside = sum(1 for _ in leaves(item, self._clean, seen))
                 visited += len(seen)
                 self._inside_objects += inside
                 if inside:
-                    self.objects.append(f"{_path(level.prefix, key)}, a {shown(item)}")
+                    self.objects.append(f"{_path(level.prefix, key)} (a {quoted(item.name)})")
                 else:
                     self.ignored += 1
             elif not isinstance(item, dict | list | tuple) or id(item) in self._clean:
@@ -80,8 +81,8 @@ class Found:
             elif holds_tensors(item, self._clean):
                 self._name(level.prefix, key)
                 raise UnsupportedCheckpointError(
-                    f"tensors are nested more than {MAX_DEPTH} levels deep, below {level.prefix[:200]!r}: choose a "
-                    "part of the checkpoint with --key (key=)"
+                    f"tensors are nested more than {MAX_DEPTH} levels deep, below {quoted(level.prefix[:-1])}: choose "
+                    "a part of the checkpoint with --key (key=)"
                 )
             else:
                 self.ignored += 1
@@ -100,7 +101,7 @@ class Found:
             tensors = f", and the tensors inside them ({inside})" if inside else ""
             yield (
                 f"objects that only code could rebuild were left out{tensors}: "
-                f"{listed(unknown) if unknown else listed(self.objects)}"
+                f"{listed(unknown) if unknown else listed(self.objects, show=str)}"
             )
 
     def _met(self) -> int:
@@ -110,20 +111,20 @@ class Found:
         if type(item) is Tensor:
             if name in self.tensors:
                 raise UnsupportedCheckpointError(
-                    f"two tensors are named {shown(name)}: one under a key that holds a dot, the other nested; "
+                    f"two tensors are named {shown_pickled(name)}: one under a key that holds a dot, the other nested; "
                     "choose a part of the checkpoint with --key (key=)"
                 )
             self.tensors[name] = item
         elif type(item) is Unpackable:
-            self.refused.append(f"tensor {shown(name)} is {item.what}: {item.advice}")
+            self.refused.append(f"tensor {shown_pickled(name)} is {item.what}: {item.advice}")
         else:
-            self.refused.append(f"{shown(name)} is a bare storage: save a tensor of it")
+            self.refused.append(f"{shown_pickled(name)} is a bare storage: save a tensor of it")
 
     def _name(self, prefix: str, key: object) -> str:
         if type(key) is not str:
-            below = f" below {prefix[:-1][:200]!r}" if prefix else ""
+            below = f" below {quoted(prefix[:-1])}" if prefix else ""
             raise UnsupportedCheckpointError(
-                f"a tensor stands under the key {shown(key)}{below}: only text can name a tensor"
+                f"a tensor stands under the key {shown_pickled(key)}{below}: only text can name a tensor"
             )
         return prefix + key
 
@@ -147,4 +148,8 @@ def _items(value: object) -> Iterator[tuple[object, object]]:
 
 
 def _path(prefix: str, key: object) -> str:
-    return shown(f"{prefix}{key}") if type(key) is str else f"{shown(prefix)} / {shown(key)}"
+    return (
+        shown_pickled(f"{prefix}{key}")
+        if type(key) is str
+        else f"{shown_pickled(prefix)} / {shown_pickled(key)}"
+    )

@@ -19,6 +19,7 @@ from struct import Struct
 from typing import NoReturn
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
+from stream_pack.text import quoted
 
 __all__ = ["STEP_NBYTES", "Callee", "OddKey", "Opaque", "Unpickler", "malformed"]
 
@@ -257,7 +258,7 @@ class Unpickler:
 
     def _int(self, digits: str) -> int:
         if len(digits) > MAX_INTEGER_NBYTES or not digits.removeprefix("-").isdecimal():
-            raise self._malformed(f"{digits[:40]!r} where a number was expected")
+            raise self._malformed(f"{quoted(digits, most=40)} where a number was expected")
         return int(digits)
 
     def _long1(self) -> None:
@@ -491,7 +492,7 @@ class Unpickler:
                 value = callee.call(*args)
             except TypeError:
                 raise self._malformed(
-                    f"{callee.name} is called with {len(args)} arguments that it does not take"
+                    f"{quoted(callee.name)} is called with {len(args)} arguments that it does not take"
                 ) from None
         elif type(callee) is Opaque:
             value = Opaque(callee.name, [args])

@@ -16,6 +16,7 @@ from zlib import crc32
 
 from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.text import quoted
 
 __all__ = [
     "DirectoryEntry",
@@ -26,7 +27,6 @@ __all__ = [
     "read_directory",
     "read_local_header",
     "scan_payload",
-    "shown",
 ]
 
 LOCAL = b"PK\3\4"
@@ -126,11 +126,11 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
     extra = _zip64_extra(behind[name_nbytes:])
     if flags & FLAG_ENCRYPTED:
         raise UnsupportedCheckpointError(
-            f"record {shown(name)} is encrypted: decrypt the archive first"
+            f"record {quoted(name)} is encrypted: decrypt the archive first"
         )
     if method not in (STORED, DEFLATED):
         raise UnsupportedCheckpointError(
-            f"record {shown(name)} is compressed by method {method}; torch.save stores its records as they are: "
+            f"record {quoted(name)} is compressed by method {method}; torch.save stores its records as they are: "
             "save the checkpoint again, or zip it without compression (zip -0)"
         )
     streamed = bool(flags & FLAG_STREAMED)
@@ -139,7 +139,9 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
         nbytes = next(sizes, nbytes) if nbytes == U32_MAX else nbytes
         packed = next(sizes, packed) if packed == U32_MAX else packed
     if not streamed and method == STORED and packed != nbytes:
-        raise SourceError(f"record {shown(name)} is stored, with the lengths {packed} and {nbytes}")
+        raise SourceError(
+            f"record {quoted(name)} is stored, with the lengths {packed} and {nbytes}"
+        )
     deflated = method == DEFLATED
     return LocalHeader(position, name, streamed, extra is not None, deflated, nbytes, packed, crc)
 
@@ -159,24 +161,24 @@ def read_descriptor(
         data = stream.peek(4 + layout.size)
         if data[:4] != DESCRIPTOR[: len(data)]:
             raise SourceError(
-                f"record {shown(header.name)} does not end after {nbytes} bytes: no data descriptor at byte "
+                f"record {quoted(header.name)} does not end after {nbytes} bytes: no data descriptor at byte "
                 f"{stream.position} of the archive; bytes were lost (a short write upstream?) or the length is wrong"
             )
         fields = stream.read_exactly(
-            4 + layout.size, what=f"the descriptor of {shown(header.name)}"
+            4 + layout.size, what=f"the descriptor of {quoted(header.name)}"
         )
         crc, packed, stated = layout.unpack(fields[4:])
         if packed != stated and not header.deflated:
             raise SourceError(
-                f"record {shown(header.name)} is stored, with the lengths {packed} and {stated}"
+                f"record {quoted(header.name)} is stored, with the lengths {packed} and {stated}"
             )
     if stated != nbytes:
         raise SourceError(
-            f"record {shown(header.name)} has {stated} bytes, says the archive; {nbytes} were expected"
+            f"record {quoted(header.name)} has {stated} bytes, says the archive; {nbytes} were expected"
         )
     if packed != packed_nbytes:
         raise SourceError(
-            f"record {shown(header.name)} has {packed} compressed bytes, says the archive; it took {packed_nbytes}"
+            f"record {quoted(header.name)} has {packed} compressed bytes, says the archive; it took {packed_nbytes}"
         )
     return int(crc)
 
@@ -212,7 +214,7 @@ def scan_payload(stream: ByteStream, header: LocalHeader) -> Iterator[bytes]:
             more = stream.read_some()
             if not more:
                 raise TruncatedSourceError(
-                    f"record {shown(header.name)} begins at byte {header.position} of the archive, and no data "
+                    f"record {quoted(header.name)} begins at byte {header.position} of the archive, and no data "
                     "descriptor ends it: the archive was cut short or damaged"
                 )
             data, begin = data[begin:] + more, 0
@@ -313,11 +315,6 @@ def _read_entry(stream: ByteStream) -> DirectoryEntry:
     return DirectoryEntry(
         position, name, nbytes, packed, crc, None if flags & FLAG_ENCRYPTED else method
     )
-
-
-def shown(name: str) -> str:
-    """A record's name in a message: names may have 65,535 bytes of anything."""
-    return repr(name) if len(name) <= 200 else f"{name[:200]!r}..."
 
 
 def _name(data: memoryview) -> str:

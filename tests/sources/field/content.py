@@ -249,7 +249,7 @@ CONTENT: list[Case] = [
     ),
     packed("values that are no tensors beside one", one(torch.ones(2)), miscellany),
     *(
-        refused(f"{dtype}, which means nothing", partial(special, partial(bits, dtype)), "tensor 'w' is of dtype torch")
+        refused(f"{dtype}, which means nothing", partial(special, partial(bits, dtype)), "is of dtype 'torch")
         for dtype in (torch.bits8, torch.bits4x2, torch.bits1x8)
     ),
     *(

@@ -343,7 +343,7 @@ HUGE = 2**63
         (made([], [pair("general.alignment", 4, struct.pack("<I", 24))]), "alignment is 24, expected a power of two"),
         (made([], [pair("general.alignment", 4, struct.pack("<I", 0))]), "alignment is 0"),
         (made([], [pair("general.alignment", 4, struct.pack("<I", 2**31))]), "alignment is 2147483648"),
-        (made([], [pair("general.alignment", 8, text("32"))]), "alignment is 32"),
+        (made([], [pair("general.alignment", 8, text("32"))]), "alignment is '32'"),
         (made([], [pair("general.alignment", 7, b"\1")]), "alignment is True"),
         (made([], [pair("split.count", 2, struct.pack("<H", 3))]), "one of the 3 files of a split"),
         (made([info("a", [1] * 9, 24, 0)]), "has 9 dims"),

@@ -122,7 +122,7 @@ def test_a_shard_that_is_missing_or_cut_short_is_named_before_a_byte_is_written(
     shard = copy / "__1_0.distcp"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
-    with pytest.raises(TruncatedSourceError, match=r"__1_0\.distcp has .* cut short") as caught:
+    with pytest.raises(TruncatedSourceError, match=r"__1_0\.distcp' has .* cut short") as caught:
         open_source(copy)
     assert caught.value.missing_nbytes == 1
     shard.unlink()
@@ -136,7 +136,7 @@ def test_damage_names_the_file_and_the_tensor(copy: Path, tmp_path: Path) -> Non
     data = bytearray(shard.read_bytes())
     data[data.index(whole["uneven_rows"][4:].numpy().tobytes())] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(SourceChecksumError, match=r"^__1_0\.distcp, .*'uneven_rows' at \[4, 0\]"):
+    with pytest.raises(SourceChecksumError, match=r"^'__1_0\.distcp', .*'uneven_rows' at \[4, 0\]"):
         stream_pack.convert(copy, tmp_path / "out.pack")
     assert not (tmp_path / "out.pack").exists()
 

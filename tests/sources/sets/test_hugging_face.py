@@ -154,7 +154,7 @@ def test_tensors_that_the_index_does_not_name_are_left_out_and_counted(tmp_path:
     report = stream_pack.convert(index, tmp_path / "out.pack")
     (warning,) = report.warnings
     assert warning == (
-        "tensors that model.safetensors.index.json does not name were left out, 2 in all: 'empty', 'head'"
+        "tensors that 'model.safetensors.index.json' does not name were left out, 2 in all: 'empty', 'head'"
     )
     with stream_pack.open(tmp_path / "out.pack") as pack:
         assert set(pack) == {"embed", "layers.0.w", "layers.1.w", "scalar"}
@@ -260,10 +260,10 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(tmp_path: Path) -> None
     data = bytearray(whole)
     data[data.index(shards()[1]["layers.1.w"].numpy().tobytes())] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(SourceChecksumError, match=rf"^{shard.name}: .*layers\.1\.w"):
+    with pytest.raises(SourceChecksumError, match=rf"^'{shard.name}': .*layers\.1\.w"):
         stream_pack.convert(index, tmp_path / "out.pack")
     shard.write_bytes(whole[:-100])
-    with pytest.raises(TruncatedSourceError, match=f"^{shard.name}: "):
+    with pytest.raises(TruncatedSourceError, match=f"^'{shard.name}': "):
         stream_pack.convert(index, tmp_path / "out.pack")
     assert not (tmp_path / "out.pack").exists()
 
@@ -273,7 +273,7 @@ def test_shards_of_a_distributed_save_are_refused(tmp_path: Path) -> None:
     metadata = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}
     safetensors.torch.save_file(tensors, tmp_path / "1.safetensors", metadata)
     index = write_index(tmp_path / "m.index.json", {"w": "1.safetensors"})
-    with pytest.raises(UnsupportedCheckpointError, match=r"^1\.safetensors: .*DCP_SHARDING_INFO"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"^'1\.safetensors': .*DCP_SHARDING_INFO"):
         open_source(index)
 
 
