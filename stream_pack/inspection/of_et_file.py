@@ -13,8 +13,7 @@ from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, I
 from stream_pack.inspection.rows import rows_of
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.opening import naming
-from stream_pack.reader.payload import index_of
-from stream_pack.reader.survey_file import survey_file
+from stream_pack.reader.payload import index_of, survey_file
 
 __all__ = ["inspect_et_file"]
 
@@ -24,7 +23,7 @@ def inspect_et_file(
 ) -> Inspection | None:
     """Inspect a program, raw payload or data file; None for a pack.
 
-    Raises: OSError; as :func:`stream_pack.reader.survey_file.survey_file`.
+    Raises: OSError; as :func:`stream_pack.reader.payload.survey_file`.
     """
     file = FileRange(path, offset=offset, nbytes=nbytes)
     try:

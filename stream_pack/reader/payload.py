@@ -1,4 +1,4 @@
-"""Raw payloads and data files, as ExecuTorch writes them, opened as if they were packs.
+"""Files as ExecuTorch writes them: surveyed, and raw payloads and data files also opened as if they were packs.
 
 They have no checksums; payloads have no names either, and ExecuTorch writes some constants whose length is not that of
 their dtype and dims.  So every position is bounded, and every constant that contradicts itself is marked.
@@ -9,20 +9,21 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import FormatError, NotAPackError
+from stream_pack.errors import FormatError, NotAPackError, RawPayloadError
 from stream_pack.et_files.constants import UNKNOWN, Constants
-from stream_pack.et_files.survey import survey_payload
+from stream_pack.et_files.survey import Survey, survey_payload, survey_program
 from stream_pack.format.align import Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.ranges import starts_apart
+from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
 from stream_pack.reader.lending import Contents
 from stream_pack.reader.mapping import FileRange, map_shared
-from stream_pack.reader.opening import read_header
+from stream_pack.reader.opening import read_head, read_header
 
-__all__ = ["MappedFile", "index_of", "read_payload"]
+__all__ = ["MappedFile", "index_of", "read_payload", "survey_file"]
 
 
 class MappedFile:
@@ -42,6 +43,21 @@ class MappedFile:
 
     def keep(self, begin: int, end: int) -> None:
         """Does nothing: all of the file stays readable."""
+
+
+def survey_file(file: FileRange) -> Survey | None:
+    """What a program, a raw payload or a data file of ExecuTorch's holds; None for a pack.
+
+    Raises: as :func:`stream_pack.reader.opening.read_head`; FormatError, TruncatedError for a file too damaged to be
+    surveyed.
+    """
+    if sniff(file.read(0, SNIFF_NBYTES)) is Kind.PTE:
+        return survey_program(MappedFile(file))
+    try:
+        read_head(file)
+    except RawPayloadError:
+        return survey_payload(MappedFile(file))
+    return None
 
 
 def read_payload(file: FileRange, kind: HeadKind) -> Contents:

@@ -17,7 +17,7 @@ from stream_pack.et_files.survey import Survey
 from stream_pack.format.front import KINDS
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange
-from stream_pack.reader.survey_file import survey_file
+from stream_pack.reader.payload import survey_file
 from stream_pack.text import counted
 
 __all__ = ["verify_exported"]
