@@ -23,6 +23,7 @@ __all__ = [
     "check_block_nbytes",
     "xxh3",
     "xxh3_of_zeros",
+    "zeros",
 ]
 
 BLOCK_NBYTES = 4 << 20

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 from stream_pack.errors import FormatError, NewerVersionError
 from stream_pack.format.limits import MAX_RECORD_NBYTES
 
-__all__ = ["FOOTER_NBYTES", "LOCATOR_NBYTES", "VERSION", "Footer", "Locator"]
+__all__ = ["FOOTER_NBYTES", "LOCATOR_NBYTES", "VERSION", "Footer", "Locator", "uncover"]
 
 VERSION = 1
 

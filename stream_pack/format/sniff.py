@@ -11,7 +11,7 @@ import re
 
 from stream_pack.format.front import KINDS
 
-__all__ = ["SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
+__all__ = ["CHECKPOINTS", "SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
 
 SNIFF_NBYTES = 512
 """Bytes that are looked at: one block of a tar archive, whose magic stands at 257."""

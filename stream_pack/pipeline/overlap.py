@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["overlap"]
+__all__ = ["BATCH_WEIGHT", "DEPTH", "overlap"]
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from stream_pack.executorch.export.held import CHUNK_NBYTES, Held, Holder
 from stream_pack.pipeline.gather import row_windows
 from stream_pack.sources.memory.torch_tensors import describe_tensor
 
-__all__ = ["digest_of", "hold_tensor"]
+__all__ = ["SERIAL_ELEMENTS", "digest_of", "hold_tensor"]
 
 SERIAL_ELEMENTS = 1 << 14
 """torch works on this many in the calling thread, and divides 32,768 or more among several: for a chunk, waiting for

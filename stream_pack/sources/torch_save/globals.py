@@ -20,7 +20,7 @@ from stream_pack.sources.torch_save.dtensor import DTENSOR_NAMES, is_dtensor, lo
 from stream_pack.sources.torch_save.unpickler import Callee, Opaque, malformed
 from stream_pack.text import quoted
 
-__all__ = ["Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
+__all__ = ["TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
 
 MAX_NUMBER = 2**63 - 1
 """torch counts in signed 64-bit integers."""

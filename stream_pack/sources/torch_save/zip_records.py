@@ -19,6 +19,8 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import quoted
 
 __all__ = [
+    "DEFLATED",
+    "STORED",
     "DirectoryEntry",
     "LocalHeader",
     "find_directory",
