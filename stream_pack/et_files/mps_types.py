@@ -1,7 +1,7 @@
-"""ExecuTorch's MPSDataTypes, and what the MPS runtime does with a constant of each: the one table of that.
+"""ExecuTorch's MPSDataTypes, and what the MPS runtime does with a constant of each.
 
-:mod:`stream_pack.format.dtypes` says which number each dtype has.  Metal's own ``MPSDataType`` (in
-:mod:`stream_pack.metal.rules`) has other numbers, and more of its types can be used than this runtime takes.
+This is the only list of what it takes or refuses; the numbers are from :mod:`stream_pack.format.dtypes`.  The enum of
+the same name in Metal (:mod:`stream_pack.metal.rules`) has other numbers, and types that this runtime does not read.
 
 Source: ExecuTorch 1.4.1, backends/apple/mps/runtime/operations/OperationUtils.mm, MPSGraphBuilder::getMPSDataType.
 """
@@ -38,7 +38,7 @@ class MpsType:
     runtime: Runtime
 
 
-# The cases of getMPSDataType.  All other types, and numbers that are no type, reach its default: ET_CHECK_MSG(false).
+# The cases of getMPSDataType.  All other types, and numbers outside the enum, reach its default: ET_CHECK_MSG(false).
 _CASES = {
     "float16": Runtime.READS,
     "float32": Runtime.READS,

@@ -68,7 +68,7 @@ def name_constants(
     names = names or {}
     extra = [str(number) for number in names if number not in numbers]
     if extra:
-        raise SourceError(f"names are given for {listed(extra)}: the graph has no such constant")
+        raise SourceError(f"names= has entries for {listed(extra)}: the graph has no such constant")
     found = []
     for number in numbers:
         name = names.get(number, str(number))
@@ -188,7 +188,7 @@ def _rows(catalog: Catalog, wanted: Sequence[GraphConstant]) -> NDArray[np.intp]
     given = [[key for key in constant.keys if key in row_of] for constant in wanted]
     missing = [constant.keys[0] for constant, keys in zip(wanted, given, strict=True) if not keys]
     if missing:
-        raise SourceError(f"no tensor was given for the graph's constants {listed(missing)}")
+        raise SourceError(f"tensors are missing for the graph's constants: {listed(missing)}")
     extra = list(row_of.keys() - {key for constant in wanted for key in constant.keys})
     if extra:
         raise SourceError(f"the graph has no constant called {listed(sorted(extra))}")

@@ -207,7 +207,7 @@ def test_packed_four_bit_constants_are_taken_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("graph", "constants", "says"),
     [
-        (simple(), {}, "no tensor was given for the graph's constants '1'"),
+        (simple(), {}, "tensors are missing for the graph's constants: '1'"),
         (simple(), {1: torch.zeros(2, 3), 2: torch.zeros(1)}, "no constant called '2'"),
         (simple(), {"1": torch.zeros(2, 3), 1: torch.zeros(2, 3)}, "two constants are called '1'"),
         (simple(), {True: torch.zeros(2, 3)}, "the key True is a bool"),
@@ -264,7 +264,7 @@ def test_constants_may_have_names(tmp_path: Path) -> None:
     twice = dict.fromkeys(tensors, "same")
     with pytest.raises(SourceError, match="would have one name"):
         build_mps_payload(stock_graph("conv_bn_fp32"), tensors, path, names=twice)
-    with pytest.raises(SourceError, match="names are given for '1000': the graph has no such"):
+    with pytest.raises(SourceError, match="names= has entries for '1000': the graph has no such"):
         build_mps_payload(stock_graph("conv_bn_fp32"), tensors, path, names={1000: "w"})
 
 

@@ -202,7 +202,7 @@ FOUR = np.zeros(1, np.float32)
 @pytest.mark.parametrize(
     ("graph", "constants", "says"),
     [
-        (simple(4), {}, "no tensor was given for the graph's constants '1'"),
+        (simple(4), {}, "tensors are missing for the graph's constants: '1'"),
         (simple(4), {"k0": FOUR, "k1": FOUR}, "the graph has no constant called 'k1'"),
         (simple(4), {0: FOUR, 1: FOUR}, "the graph has no constant called '0'"),
         (simple(4), {1: FOUR, "k0": FOUR}, "constant 1 was given twice, as '1' and as 'k0'"),
