@@ -12,7 +12,7 @@ WORKERS := 2
 PROFILE := quick
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help demo test test-slow test-all test-executorch lint perf clean
+.PHONY: help demo test test-slow test-all test-executorch lint docs perf clean
 
 help:
 	@echo "make demo             pipe a checkpoint made on the spot into a pack, then inspect and verify it"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-all         both"
 	@echo "make test-executorch  those, with ExecuTorch $(EXECUTORCH)"
 	@echo "make lint             ruff, formatting, types, import contracts"
+	@echo "make docs             write the reference in docs/python.md from the docstrings"
 	@echo "make perf             benchmarks against cp, cat and safetensors"
 	@echo "make clean            remove what these targets made"
 
@@ -62,6 +63,9 @@ lint: $(VENV)/.installed-dev $(VENV)/.installed-test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python docs/reference.py
 
 perf: $(VENV)/.installed-test
 	$(BIN)/python -m perf

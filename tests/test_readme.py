@@ -1,50 +1,62 @@
-"""Every command and every program in the README runs, in the order in which it stands there."""
+"""Every block of the README runs, in the README's order, and prints what the README shows.
+
+In the output, seconds and rates ("0.02 s, 193 MiB/s") are compared as "TIME"; everything else must be equal.
+"""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import safetensors.torch
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
-PROGRAM = ROOT / "tests" / "vectors" / "executorch" / "mps" / "linear_fp16.pte"
-BLOCKS = re.findall(
-    r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-)
+from tests.support.documents import ROOT, Block, Workshop, blocks_of, commands_of
 
 TRAIN = """
 import sys, torch
 torch.save(torch.load("model.pt"), sys.stdout.buffer)
 """
 
-
-# Where there is no Metal, the tests' stand-in for its runtime serves.
-METAL = """
-from stream_pack.metal import objc
-from tests.metal.standin import StandIn
-objc.native = lambda standin=StandIn(): standin.runtime
+IN_PLACE = """
+import torch
+expected = LlamaForCausalLM.from_pretrained("model")
+tokens = torch.tensor([[1, 2, 3]])
+assert torch.equal(model(tokens).logits, expected(tokens).logits)
+assert {name for name, _ in model.named_parameters()} == set(state)
+assert all(value.data_ptr() == state[name].data_ptr() for name, value in model.named_parameters())
 """
+"""What has to hold after the README's program: the model computes with the bytes that the pack's tensors have."""
 
 
-def needs_executorch(block: str) -> bool:
-    """Whether a block is for ``tests/executorch/test_readme.py``."""
-    return "executorch" in block or "export_llama" in block
+def make_shards(folder: Path) -> None:
+    """A Llama of one layer in two shards, whose numbers are the same on every machine."""
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=4096,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            values = torch.arange(parameter.numel()).reshape(parameter.shape)
+            parameter.copy_(values % (13 + number) / 100)
+    model.save_pretrained(folder, max_shard_size="2.2MB")
 
 
-def put_program(folder: Path, name: str, script: str) -> None:
-    folder.mkdir(exist_ok=True)
-    path = folder / name
-    path.write_text(script)
-    path.chmod(0o755)
+def without_times(text: str) -> str:
+    return re.sub(r"\d[\d.,]* s, \d[\d.,]* [KMG]?i?B/s", "TIME", text)
 
 
-def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
+def test_every_block_of_the_readme_runs_and_prints_what_is_shown(tmp_path: Path) -> None:
+    workshop = Workshop(tmp_path)
+    make_shards(tmp_path / "model")
     embedding = torch.arange(64.0).reshape(16, 4)
     state = {"embedding.weight": embedding, "head.weight": embedding, "step": torch.tensor(7)}
     torch.save(state, tmp_path / "model.pt")
@@ -52,32 +64,21 @@ def test_every_block_of_the_readme_runs(tmp_path: Path) -> None:
     alone = {"embedding.weight": embedding, "step": torch.tensor(7)}
     safetensors.torch.save_file(alone, tmp_path / "model.safetensors")
     (tmp_path / "train.py").write_text(TRAIN)
-    shutil.copy(PROGRAM, tmp_path / "program.pte")
-    # "python" is this interpreter, and "host" this machine.
-    programs = tmp_path / "programs"
-    put_program(programs, "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    put_program(programs, "ssh", '#!/bin/sh\nshift\nexec "$@"\n')
-    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
-    environment["PYTHONPATH"] = str(ROOT)
-    commands = {"sh": ["bash", "-e", "-o", "pipefail", "-c"], "python": ["python", "-c"]}
-    for language, block in BLOCKS:
-        if language == "text" or needs_executorch(block):
+    for block in blocks_of("README.md"):
+        if block.language != "console":
+            after = IN_PLACE if "transformers" in block.text else ""
+            workshop.run(Block(block.language, block.text + after))
             continue
-        if "stream_pack.metal" in block and language == "python" and sys.platform != "darwin":
-            block = METAL + block
-        result = subprocess.run(
-            [*commands[language], block],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, f"{block}\n{result.stdout}{result.stderr}"
-    assert {"model.pack", "copy.pack", "small.pack"} <= {path.name for path in tmp_path.iterdir()}
+        for command, shown in commands_of(block.text):
+            printed = workshop.run(Block("console", command))
+            assert without_times(printed) == without_times(shown), command
+    assert {"model.pack", "trained.pack", "copy.pack"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_readme_shows_commands_and_programs() -> None:
-    languages = [language for language, _ in BLOCKS]
-    assert set(languages) == {"text", "sh", "python"}
-    assert languages.count("sh") >= 2
+def test_the_readme_is_short_and_shows_commands_their_output_and_a_program() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    languages = [block.language for block in blocks_of("README.md")]
+    assert set(languages) == {"sh", "console", "python"}
+    (console,) = [block for block in blocks_of("README.md") if block.language == "console"]
+    words = [command.split()[1] for command, _ in commands_of(console.text)]
+    assert words == ["convert", "inspect", "verify"]
