@@ -39,8 +39,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-LONGEST = 4096
-"""Characters of a message: twenty names of 200."""
+LONGEST = 2400
+"""Characters of a message: five names of up to 400, and what is said about them."""
 
 _SHOWN = 20
 
