@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
-__all__ = ["counted", "human_nbytes", "listed", "printable", "quoted", "shown"]
+__all__ = ["MAX_LISTED", "counted", "human_nbytes", "listed", "printable", "quoted", "shown"]
 
 MAX_QUOTED = 200
 """Characters of a name that are shown: more than any sensible name has, and a few lines of a terminal."""

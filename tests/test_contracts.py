@@ -124,3 +124,33 @@ def test_every_public_name_exists_and_has_a_docstring() -> None:
     for name in stream_pack.__all__:
         public = getattr(stream_pack, name)
         assert name == "__version__" or public.__doc__, name
+
+
+def exported(module: Path) -> set[str] | None:
+    """What ``__all__`` lists in a module; None if it is made at run time."""
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            try:
+                return set(ast.literal_eval(node.value))
+            except ValueError:
+                return None
+    return None
+
+
+def test_what_one_module_imports_from_another_is_in_its_all() -> None:
+    names = {
+        (node.module or "", name.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.name != "*"
+    }
+    modules = {
+        module: exported(path)
+        for module in {module for module, _ in names}
+        if (path := PACKAGE.parent / f"{module.replace('.', '/')}.py").exists()
+    }
+    missing = [f"{m}.{name}" for m, name in names if name not in (modules.get(m) or {name})]
+    assert sorted(missing) == []
+    assert len(modules) > 50
