@@ -7,9 +7,23 @@ from collections.abc import Iterator
 import numpy as np
 
 from stream_pack.errors import TruncatedSourceError
+from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Zeros
 
-__all__ = ["Scatter", "SingleBuffer"]
+__all__ = ["Scatter", "SingleBuffer", "read_ranges"]
+
+
+def read_ranges(
+    stream: ByteStream, requests: Requests, *, begin: int, chunk_nbytes: int, what: str
+) -> Iterator[Piece]:
+    """Every buffer in turn, from a regular file that is one storage, which starts at byte ``begin`` of ``stream``.
+
+    Raises: TruncatedSourceError, which says ``what`` was read.
+    """
+    for buffer, (_, start, nbytes) in enumerate(requests.rows()):
+        stream.seek(begin + start)
+        for chunk in stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
+            yield buffer, chunk
 
 
 class Scatter:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.errors import UnsupportedTensorError
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.arrival import Arrival, one_after_another, one_pass
 from stream_pack.pipeline.spool import Spool
+from stream_pack.text import quoted
 
-__all__ = ["Chunk", "Piece", "Requests", "Source", "StreamOptions", "Zeros"]
+__all__ = ["Chunk", "Demand", "Piece", "Requests", "Source", "StreamOptions", "Traits", "Zeros"]
 
 _S = TypeVar("_S", bound="Source")
 
@@ -55,6 +56,10 @@ class Requests:
     def __len__(self) -> int:
         return len(self.storages)
 
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """(storage, start, nbytes) of each buffer."""
+        return zip(self.storages.tolist(), self.starts.tolist(), self.nbytes.tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
@@ -76,85 +81,88 @@ class StreamOptions:
     window_nbytes: int = 1 << 20
 
 
-class Source(abc.ABC):
-    """Tensors to be packed.
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is fixed about a source before any of its tensor data is read.
 
-    Lifetime: a context manager; ``close`` gives back files and maps, never the caller's own file
-    objects.
+    ``kind``: what the source is, for the report: ``"torch zip"``, ``"safetensors"``, ``"tensors in memory"`` ...
+    ``chooses_order``: it can deliver the buffers in any order; a pipe cannot.
+    ``held_nbytes``: memory that streaming takes beside its chunks, if that grows with the source.
+    ``sparse``: it yields :class:`Zeros`, so a file may become longer than the free space of its disk.
+    ``refusals``: why tensors, by their rows in the catalog, cannot be packed, in words that follow "tensor 'name'".
+    ``remarks``: what the user should know about how the source was read, a line each: what was left out, and why.
+    They become warnings of the report.
     """
 
-    @property
-    @abc.abstractmethod
-    def catalog(self) -> Catalog:
-        """What tensors there are.  No tensor data has been read when it is known."""
+    kind: str
+    chooses_order: bool = True
+    held_nbytes: int = 0
+    sparse: bool = False
+    refusals: Mapping[int, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
-    @property
-    @abc.abstractmethod
-    def kind(self) -> str:
-        """What the source is, for the report: ``"torch zip"``, ``"safetensors"``, ``"tensors in
-        memory"`` ..."""
 
-    @property
-    def spool_nbytes(self) -> int:
-        """Disk space that :meth:`stream` will need at its peak, known before the first byte."""
-        return 0
+@dataclass(frozen=True, slots=True, eq=False)
+class Demand:
+    """What streaming some requests takes, known before the first byte.
 
-    def spool_for(self, requests: Requests) -> int:
-        """What of :attr:`spool_nbytes` is needed if only this is requested."""
-        return self.spool_nbytes
+    ``spool_nbytes``: temporary disk space at its peak, with what opening the source has taken of it.
+    ``arrival``: when the buffers come if the sink is a stream; None where they come in turn, so that none has to wait.
+    """
 
-    @property
-    def chooses_order(self) -> bool:
-        """Whether it can give the buffers in any order; a pipe cannot."""
-        return True
+    spool_nbytes: int = 0
+    arrival: Arrival | None = None
 
-    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
-        """When :meth:`stream` brings these buffers if the sink is a stream, in chunks of ``chunk_nbytes`` or a multiple
-        of that.
+    def arrival_of(self, buffers: int) -> Arrival:
+        """:attr:`arrival`, spelt out for ``buffers`` that come in turn."""
+        return one_after_another(buffers) if self.arrival is None else self.arrival
+
+
+class Source(abc.ABC):
+    """Tensors to be packed: ``catalog`` says which, and ``traits`` how they are read.
+
+    Lifetime: a context manager; ``close`` releases files and maps, never the caller's own file objects.
+    """
+
+    def __init__(self, catalog: Catalog, traits: Traits) -> None:
+        self.catalog = catalog
+        self.traits = traits
+
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
+        """What :meth:`stream` takes for ``requests``, in chunks of ``chunk_nbytes`` or a multiple of that, where
+        ``in_order`` is as in :class:`StreamOptions`.
 
         A source that cannot choose is taken to bring one storage after the other, each from its start in whole chunks.
         """
-        if self.chooses_order:
-            return one_after_another(len(requests))
-        return one_pass(
-            requests.storages,
-            requests.starts,
-            requests.nbytes,
-            self.catalog.derived,
-            chunk_nbytes=chunk_nbytes,
+        if self.traits.chooses_order or not in_order:
+            return Demand()
+        return Demand(
+            arrival=one_pass(
+                requests.storages,
+                requests.starts,
+                requests.nbytes,
+                self.catalog.derived,
+                chunk_nbytes=chunk_nbytes,
+            )
         )
 
-    @property
-    def held_nbytes(self) -> int:
-        """Memory that :meth:`stream` takes beside its chunks, if that grows with the source."""
-        return 0
-
-    @property
-    def sparse(self) -> bool:
-        """Whether it yields :class:`Zeros`, so that a file may become longer than the disk has
-        room."""
-        return False
-
-    @property
-    def refusals(self) -> Mapping[int, str]:
-        """Why tensors (by their rows in the catalog) cannot be packed, in words that follow their name: whoever wants
-        one of them is refused."""
-        return {}
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What a person should know of how the source was read, a line each: what was left out, and
-        why.  They become warnings of the report."""
-        return ()
+    def refuse(self, rows: Iterable[int]) -> None:
+        """Raises: UnsupportedTensorError for the first of these rows of the catalog that cannot be packed."""
+        refusals = self.traits.refusals
+        row = next((row for row in rows if row in refusals), None) if refusals else None
+        if row is not None:
+            name = self.catalog.names[row]
+            raise UnsupportedTensorError(
+                f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)",
+                tensor=name,
+            )
 
     @abc.abstractmethod
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        """The bytes of every buffer, each from its first to its last, in as many chunks as it
-        takes.
+        """The bytes of every buffer, each from its first to its last, in as many chunks as it takes.
 
-        Chunks of different buffers may alternate.  Called at most once.  When the iterator ends,
-        everything was delivered, and whatever the source can check about itself (checksums, its
-        end) has been checked.
+        Chunks of different buffers may alternate.  Called at most once.  When the iterator ends, everything was
+        delivered, and whatever the source can check about itself (checksums, its end) has been checked.
 
         Raises: SourceError and its kinds; OSError.
         """
@@ -162,19 +170,13 @@ class Source(abc.ABC):
     @property
     @abc.abstractmethod
     def verification(self) -> str:
-        """What of the source's own checksums was verified, as a phrase for the report; valid after
-        :meth:`stream`."""
+        """Which of the source's own checksums were verified, as a phrase for the report; valid after :meth:`stream`."""
 
     def close(self) -> None:
-        """Give back what the source holds.  May be called twice."""
+        """Release what the source holds.  May be called twice."""
 
     def __enter__(self: _S) -> _S:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

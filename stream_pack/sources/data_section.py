@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.scatter import Scatter
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.scatter import Scatter, read_ranges
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
 
 __all__ = ["DataSectionSource"]
 
@@ -18,26 +18,18 @@ DATA = "the data of the tensors"
 class DataSectionSource(Source):
     """Tensors that lie in one section of ``stream``, which is storage 0; no two share bytes of it.
 
-    A subclass reads the header, and fills the fields: ``_catalog``, and ``_data_begin`` and ``_data_nbytes``, where the
-    section stands.  :meth:`_check_end_of_pipe` knows what may follow it.
+    ``data_begin`` and ``data_nbytes``: where the section is.  :meth:`_check_end_of_pipe` knows what may follow it.
 
     Lifetime: owns ``stream``.
     """
 
-    _catalog: Catalog
-    _data_begin: int
-    _data_nbytes: int
-
-    def __init__(self, stream: ByteStream) -> None:
+    def __init__(
+        self, stream: ByteStream, catalog: Catalog, *, kind: str, data_begin: int, data_nbytes: int
+    ) -> None:
+        super().__init__(catalog, Traits(kind, chooses_order=stream.regular_file is not None))
         self._stream = stream
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def chooses_order(self) -> bool:
-        return self._stream.regular_file is not None
+        self._data_begin = data_begin
+        self._data_nbytes = data_nbytes
 
     @property
     def verification(self) -> str:
@@ -46,11 +38,9 @@ class DataSectionSource(Source):
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         chunk_nbytes = options.chunk_nbytes
         if self._stream.regular_file is not None:
-            places = zip(requests.starts.tolist(), requests.nbytes.tolist(), strict=True)
-            for buffer, (start, nbytes) in enumerate(places):
-                self._stream.seek(self._data_begin + start)
-                for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=DATA):
-                    yield buffer, chunk
+            yield from read_ranges(
+                self._stream, requests, begin=self._data_begin, chunk_nbytes=chunk_nbytes, what=DATA
+            )
             return
         scatter = Scatter(requests)
         if self._data_nbytes:

@@ -72,7 +72,7 @@ def open_source(
     if key is not None and key != WHOLE and not nests:
         opened.close()
         raise OptionError(
-            f"--key (key=) chooses among nested dicts, and this source ({opened.kind}) nests nothing"
+            f"--key (key=) chooses among nested dicts, and this source ({opened.traits.kind}) nests nothing"
         )
     return opened
 
@@ -121,7 +121,7 @@ def list_keys(
         if len(found) == 1:
             return found[0]
         catalog = opened.catalog
-        return [KeySummary((), opened.kind, len(catalog), catalog.storages_nbytes, True)]
+        return [KeySummary((), opened.traits.kind, len(catalog), catalog.storages_nbytes, True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,8 @@ class SafetensorsSource(DataSectionSource):
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        super().__init__(stream)
         entries, metadata = _parse(_read_header(stream))
-        self._data_begin = stream.position
-        self._data_nbytes = _check_offsets(entries)
+        data_nbytes = _check_offsets(entries)
         builder = CatalogBuilder()
         for entry in entries:
             nbytes = builder.add(entry.name, entry.dtype, entry.shape, storage=0, start=entry.begin)
@@ -71,13 +69,15 @@ class SafetensorsSource(DataSectionSource):
                     f"tensor {quoted(entry.name)} of shape {entry.shape} has {nbytes} bytes, but its data_offsets hold "
                     f"{entry.end - entry.begin}: the safetensors header is damaged"
                 )
-        self._catalog = builder.build(storages_nbytes=self._data_nbytes, metadata=metadata)
+        super().__init__(
+            stream,
+            builder.build(storages_nbytes=data_nbytes, metadata=metadata),
+            kind="safetensors",
+            data_begin=stream.position,
+            data_nbytes=data_nbytes,
+        )
         if stream.file_nbytes is not None:
             self._check_end(stream.file_nbytes)
-
-    @property
-    def kind(self) -> str:
-        return "safetensors"
 
     def _check_end_of_pipe(self) -> None:
         if not self._stream.at_end():

@@ -66,6 +66,7 @@ def prepare(
     Raises: SourceError, LimitError.
     """
     catalog = _catalog_of(source, metadata)
+    source.refuse(range(len(catalog)))
     planning = (
         len(catalog) * PLANNED_NBYTES
         + NAME_COPIES * sum(map(len, catalog.names))
@@ -85,7 +86,7 @@ def prepare(
         jobs=jobs,
         tensors=len(layout.index),
         blocks=layout.index.checksums_nbytes // 8,
-        source_nbytes=source.held_nbytes,
+        source_nbytes=source.traits.held_nbytes,
         held_nbytes=anonymous_nbytes(),
     )
     # Under a limit the chunks depend on what this very process holds, so nothing is made of their length.
@@ -131,7 +132,7 @@ def sizes_of(source: Source, prepared: Prepared, front: Front) -> Sizes:
     """What a report or forecast of a conversion says of its plan."""
     catalog, layout, pack = prepared.catalog, prepared.layout, prepared.encoded.head
     return Sizes(
-        source_kind=source.kind,
+        source_kind=source.traits.kind,
         tensors=len(catalog),
         tied=layout.tied,
         source_nbytes=catalog.storages_nbytes,
@@ -143,7 +144,7 @@ def sizes_of(source: Source, prepared: Prepared, front: Front) -> Sizes:
         overhead_nbytes=pack.pack_nbytes - layout.region_nbytes,
         cast_nbytes=layout.cast_nbytes,
         casts=count_casts(catalog),
-        warnings=(*source.remarks, *warnings_of(catalog, front)),
+        warnings=(*source.traits.remarks, *warnings_of(catalog, front)),
     )
 
 
@@ -162,16 +163,14 @@ def spool_needed(source: Source, layout: Layout, *, chunk_nbytes: int, in_order:
     """Temporary disk space that the conversion takes at its peak, in bytes.
 
     ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  ``chunk_nbytes``: as for
-    :meth:`stream_pack.pipeline.source.Source.arrival`.  This is never too little, and 0 only where nothing waits,
+    :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,
     unless a pipe brings the first of its storages in the order that is expected, and a later one not.
     """
     requests = requests_of(layout)
-    gathering = source.spool_for(requests)
-    if not in_order or source.chooses_order:
-        return gathering
-    return gathering + waiting_nbytes(
-        source.arrival(requests, chunk_nbytes=chunk_nbytes), requests.nbytes
-    )
+    demand = source.demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
+    if demand.arrival is None:
+        return demand.spool_nbytes
+    return demand.spool_nbytes + waiting_nbytes(demand.arrival, requests.nbytes)
 
 
 def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:

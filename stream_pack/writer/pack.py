@@ -132,11 +132,11 @@ def write_pack(
     layout, limits = prepared.layout, prepared.budget
     if prepared.spool_nbytes:
         spool.require(
-            why=f"a {source.kind} from a pipe, with tensors that are strided or come before their turn",
+            why=f"a {source.traits.kind} from a pipe, with tensors that are strided or come before their turn",
             nbytes=prepared.spool_nbytes,
         )
     writer = PackWriter(layout, prepared.encoded, sink)
-    writer.start(reserve=not source.sparse)
+    writer.start(reserve=not source.traits.sparse)
     requests = requests_of(layout)
     options = StreamOptions(
         chunk_nbytes=limits.chunk_nbytes,

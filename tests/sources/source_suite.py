@@ -6,6 +6,7 @@ A subclass says how to make the source (fixture ``make``) and, from somewhere el
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,11 @@ import pytest
 
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.pipeline.source import Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.adapt.select import take_rows
+from stream_pack.pipeline.adapt.source import AdaptedSource
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits, Zeros
 from stream_pack.pipeline.spool import Spool
+from stream_pack.sources.sets.composite import JoinedSource, Member
 
 __all__ = [
     "Expected",
@@ -205,16 +209,53 @@ class SourceSuite:
         self, make: MakeSource, spool: Spool
     ) -> None:
         with make() as source:
-            announced = source.spool_nbytes
             _, requests = requests_for(source.catalog)
+            announced = source.demand(requests, in_order=False, chunk_nbytes=MIB).spool_nbytes
             collect(source, requests, options(spool=spool))
             assert spool.peak_nbytes <= announced
+
+    def test_a_wrapper_says_what_the_source_says(self, make: MakeSource) -> None:
+        """Whatever traits there are, now or later: each is set to a value that no source has by default."""
+        with make() as source:
+            rows = list(range(len(source.catalog)))[::-1]
+            refused = {rows[0]: "is refused", rows[-1]: "is refused too"}
+            source.traits = marked = Traits(
+                "marked", source.traits.chooses_order, 12345, True, refused, ("seen",)
+            )
+            names = [source.catalog.names[row] for row in rows]
+            adapted = AdaptedSource(source, take_rows(source.catalog, np.array(rows), names), rows)
+            joined = JoinedSource(
+                [Member("member", source, rows)], kind="marked", metadata={}, remarks=("joined",)
+            )
+            moved = {at: refused[row] for at, row in enumerate(rows) if row in refused}
+            wanted = dataclasses.replace(marked, refusals=moved)
+            assert adapted.traits == wanted
+            assert joined.traits == dataclasses.replace(
+                wanted, remarks=("joined", "'member': seen")
+            )
+
+    @pytest.mark.parametrize("in_order", [False, True])
+    def test_a_wrapper_demands_what_the_source_demands(
+        self, make: MakeSource, in_order: bool
+    ) -> None:
+        with make() as source:
+            catalog = source.catalog
+            rows = range(len(catalog))
+            _, requests = requests_for(catalog)
+            wanted = source.demand(requests, in_order=in_order, chunk_nbytes=7)
+            joined = JoinedSource([Member("m", source, rows)], kind="k", metadata={}, remarks=())
+            for wrapper in (AdaptedSource(source, catalog, rows), joined):
+                found = wrapper.demand(requests, in_order=in_order, chunk_nbytes=7)
+                assert found.spool_nbytes == wanted.spool_nbytes
+                assert (found.arrival is None) == (wanted.arrival is None)
+                for given, expected in zip(found.arrival or (), wanted.arrival or ()):
+                    assert given.tolist() == expected.tolist()
 
     def test_it_tells_what_it_is_and_what_it_verified(self, make: MakeSource, spool: Spool) -> None:
         with make() as source:
             _, requests = requests_for(source.catalog)
             collect(source, requests, options(spool=spool))
-            assert source.kind
+            assert source.traits.kind
             assert source.verification
 
     def test_closing_twice_and_closing_early_are_both_fine(self, make: MakeSource) -> None:

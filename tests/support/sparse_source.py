@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits, Zeros
 
 __all__ = ["SparseSource"]
 
@@ -31,19 +31,7 @@ class SparseSource(Source):
         ]
         for number, (name, (dtype, shape)) in enumerate(tensors.items()):
             total += builder.add(name, BY_NAME[dtype], shape, storage=number, start=0)
-        self._catalog = builder.build(storages_nbytes=total)
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "sparse"
-
-    @property
-    def sparse(self) -> bool:
-        return True
+        super().__init__(builder.build(storages_nbytes=total), Traits("sparse", sparse=True))
 
     @property
     def verification(self) -> str:

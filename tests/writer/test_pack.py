@@ -17,11 +17,19 @@ import torch
 import xxhash
 
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
-from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
 from stream_pack.format.layout import Policy
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.source import (
+    Chunk,
+    Piece,
+    Requests,
+    Source,
+    StreamOptions,
+    Traits,
+    Zeros,
+)
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
@@ -41,21 +49,11 @@ class ScriptedSource(Source):
         builder = CatalogBuilder()
         for number, (name, length) in enumerate(nbytes.items()):
             builder.add(name, U8, (length,), storage=number, start=0)
-        self._catalog = builder.build(storages_nbytes=sum(nbytes.values()))
+        catalog = builder.build(storages_nbytes=sum(nbytes.values()))
+        sparse = any(isinstance(chunk, Zeros) for _, chunk in script)
+        super().__init__(catalog, Traits("script", sparse=sparse))
         self._script = script
         self._fail = fail
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "script"
-
-    @property
-    def sparse(self) -> bool:
-        return any(isinstance(chunk, Zeros) for _, chunk in self._script)
 
     @property
     def verification(self) -> str:

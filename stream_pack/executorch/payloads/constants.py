@@ -141,11 +141,12 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
         ),
     )
     if all(cast is None for _, _, cast in fitted):
-        return AdaptedSource(source, described, None)
+        return AdaptedSource(source, described, rows.tolist())
     # Rules for casts match names: here a name is the dtype that the constant becomes.
     rules = [(DTYPES[target].name, target) for target in _CASTS]
     targets = ["" if cast is None else DTYPES[cast].name for _, _, cast in fitted]
-    return AdaptedSource(source, *cast_catalog(described, rules, targets))
+    described, casts = cast_catalog(described, rules, targets)
+    return AdaptedSource(source, described, rows.tolist(), casts)
 
 
 def _fit(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from stream_pack.errors import UnsupportedTensorError
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import BITS
 from stream_pack.pipeline.adapt.cast import CastStream
 from stream_pack.pipeline.adapt.cast_plan import CastRule, CastStorages, cast_catalog
 from stream_pack.pipeline.adapt.select import Selection, select
-from stream_pack.pipeline.arrival import Arrival
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
-from stream_pack.text import quoted
+from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions
 
 __all__ = ["Adaptation", "AdaptedSource", "adapted"]
 
@@ -38,74 +35,48 @@ def adapted(source: Source, adaptation: Adaptation) -> Source:
     source refuses.
     """
     if adaptation == Adaptation():
-        _refuse(source, range(len(source.catalog)))
+        source.refuse(range(len(source.catalog)))
         return source
-    catalog, rows = select(source.catalog, adaptation.selection)
-    _refuse(source, rows.tolist())
+    catalog, columns = select(source.catalog, adaptation.selection)
+    rows = columns.tolist()
+    source.refuse(rows)
     if not adaptation.casts:
-        return AdaptedSource(source, catalog, None)
-    names = [source.catalog.names[row] for row in rows.tolist()]
-    return AdaptedSource(source, *cast_catalog(catalog, adaptation.casts, names))
-
-
-def _refuse(source: Source, rows: Iterable[int]) -> None:
-    refusals = source.refusals
-    row = next((row for row in rows if row in refusals), None) if refusals else None
-    if row is not None:
-        name = source.catalog.names[row]
-        raise UnsupportedTensorError(
-            f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)",
-            tensor=name,
-        )
+        return AdaptedSource(source, catalog, rows)
+    names = [source.catalog.names[row] for row in rows]
+    catalog, casts = cast_catalog(catalog, adaptation.casts, names)
+    return AdaptedSource(source, catalog, rows, casts)
 
 
 class AdaptedSource(Source):
     """Tensors of ``source`` as ``catalog`` has them: selected ones, in another order, some of them cast.
 
-    ``catalog`` is one over the source's storages and those that ``casts`` makes of them.  What it leaves out is never
-    asked for: a file is not read there, of a pipe it passes by (and is checked, where the source has checksums).
+    ``catalog`` is one over the source's storages and those that ``casts`` makes of them; its tensors are those that
+    the source has in ``rows``.  What it leaves out is never asked for: a file is not read there, and in a pipe it
+    passes by (and is checked, where the source has checksums).
 
     Memory: one more chunk.  Lifetime: owns ``source``.
     """
 
-    def __init__(self, source: Source, catalog: Catalog, casts: CastStorages | None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        catalog: Catalog,
+        rows: Sequence[int],
+        casts: CastStorages | None = None,
+    ) -> None:
+        refusals = source.traits.refusals
+        kept = (
+            {at: refusals[row] for at, row in enumerate(rows) if row in refusals}
+            if refusals
+            else {}
+        )
+        super().__init__(catalog, replace(source.traits, refusals=kept))
         self._source = source
-        self._catalog = catalog
         self._casts = casts
 
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return self._source.kind
-
-    @property
-    def spool_nbytes(self) -> int:
-        return self._source.spool_nbytes
-
-    def spool_for(self, requests: Requests) -> int:
-        return self._source.spool_for(self._asked(requests))
-
-    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
-        return self._source.arrival(self._asked(requests), chunk_nbytes=chunk_nbytes)
-
-    @property
-    def chooses_order(self) -> bool:
-        return self._source.chooses_order
-
-    @property
-    def held_nbytes(self) -> int:
-        return self._source.held_nbytes
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return self._source.remarks
-
-    @property
-    def sparse(self) -> bool:
-        return self._source.sparse
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
+        asked = self._asked(requests)
+        return self._source.demand(asked, in_order=in_order, chunk_nbytes=chunk_nbytes)
 
     @property
     def verification(self) -> str:

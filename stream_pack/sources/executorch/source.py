@@ -24,8 +24,16 @@ from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.scatter import Scatter
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Zeros
+from stream_pack.pipeline.scatter import Scatter, read_ranges
+from stream_pack.pipeline.source import (
+    Demand,
+    Piece,
+    Requests,
+    Source,
+    StreamOptions,
+    Traits,
+    Zeros,
+)
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
 from stream_pack.sources.executorch.heads import HeadsInFile, HeadsInPipe, OutOfOrder
@@ -94,16 +102,16 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
                 )
                 metadata = pack.catalog.metadata
                 names = tuple(f"{payload.users[0]}/{name}" for name in pack.catalog.names)
-                pack = AdaptedSource(pack, replace(pack.catalog, names=names), None)
+                pack = AdaptedSource(pack, replace(pack.catalog, names=names), range(len(names)))
                 members.append(Member(payload.users[0], pack, range(len(names))))
         if len(members) == 1 and not len(source.catalog):
             where = f": {survey.external} lie in other files" if survey.external else ""
-            raise UnsupportedCheckpointError(f"this {source.kind} holds no constants{where}")
+            raise UnsupportedCheckpointError(f"this {source.traits.kind} holds no constants{where}")
         if len(members) == 1:
             return source
         return JoinedSource(
             members,
-            kind=source.kind,
+            kind=source.traits.kind,
             metadata=metadata if len(members) == 2 else {},
             remarks=(),
         )
@@ -127,52 +135,23 @@ class ExportedSource(Source):
         self._heads = heads.heads if isinstance(heads, HeadsInPipe) else []
         self._survey = survey
         self._spooled = spooled
-        self._catalog = _catalog(survey.constants)
+        traits = Traits(
+            "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw,
+            chooses_order=stream.regular_file is not None,
+            refusals=_refusals(survey.constants),
+            remarks=tuple(_remarks(survey, spooled)),
+        )
+        super().__init__(_catalog(survey.constants), traits)
 
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        kind = self._survey.kind
-        return "ExecuTorch program" if kind == "pte" else KINDS[kind].raw
-
-    @property
-    def chooses_order(self) -> bool:
-        return self._stream.regular_file is not None
-
-    @property
-    def spool_nbytes(self) -> int:
-        return 0 if self._spooled is None else self._spooled.nbytes
-
-    @property
-    def refusals(self) -> Mapping[int, str]:
-        constants = self._survey.constants
-        unknown = np.flatnonzero(constants.dtypes == UNKNOWN).tolist()
-        return {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        found = []
-        others = [payload for payload in self._survey.payloads if payload.kind == "other"]
-        if others:
-            found.append(
-                f"{len(others)} payloads of {listed(sorted({p.backend for p in others}))} were left out: "
-                "what is in them is not known here"
-            )
-        if self._survey.external:
-            found.append(f"{self._survey.external} constants of the program lie in other files")
-        if self._spooled is not None:
-            found.append(
-                "the program describes constants behind others, so that they are known only at its end: all of it, "
-                f"{self._spooled.nbytes} bytes, went through a temporary file"
-            )
-        return tuple(found)
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
+        demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
+        return (
+            demand if self._spooled is None else replace(demand, spool_nbytes=self._spooled.nbytes)
+        )
 
     @property
     def verification(self) -> str:
-        if not len(self._catalog):
+        if not len(self.catalog):
             return "nothing but packs holds constants"
         return "the source carries no checksum"
 
@@ -180,11 +159,9 @@ class ExportedSource(Source):
         if self._stream.regular_file is None:
             yield from self._pass_by(requests, options.chunk_nbytes)
             return
-        places = zip(requests.starts.tolist(), requests.nbytes.tolist(), strict=True)
-        for buffer, (start, nbytes) in enumerate(places):
-            self._stream.seek(start)
-            for chunk in self._stream.chunks(nbytes, chunk_nbytes=options.chunk_nbytes, what=DATA):
-                yield buffer, chunk
+        yield from read_ranges(
+            self._stream, requests, begin=0, chunk_nbytes=options.chunk_nbytes, what=DATA
+        )
 
     def close(self) -> None:
         self._stream.close()
@@ -220,6 +197,26 @@ class ExportedSource(Source):
             tail = (tail + some)[-TAIL_NBYTES:]
         if Footer.stands_before(tail):
             raise damaged_head("the file")
+
+
+def _refusals(constants: Constants) -> Mapping[int, str]:
+    unknown = np.flatnonzero(constants.dtypes == UNKNOWN).tolist()
+    return {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
+
+
+def _remarks(survey: Survey, spooled: SpoolFile | None) -> Iterator[str]:
+    others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
+    if others:
+        yield (
+            f"{len(others)} payloads of {listed(sorted(set(others)))} were left out: what is in them is not known here"
+        )
+    if survey.external:
+        yield f"{survey.external} constants of the program lie in other files"
+    if spooled is not None:
+        yield (
+            "the program describes constants behind others, so that they are known only at its end: all of it, "
+            f"{spooled.nbytes} bytes, went through a temporary file"
+        )
 
 
 def _catalog(constants: Constants) -> Catalog:

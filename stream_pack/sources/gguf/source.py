@@ -26,9 +26,7 @@ class GgufSource(DataSectionSource):
     """
 
     def __init__(self, stream: ByteStream) -> None:
-        super().__init__(stream)
         self._header = header = read_gguf_header(stream)
-        self._data_begin, self._data_nbytes = header.data_begin, header.data_nbytes
         builder = CatalogBuilder()
         for tensor in header.tensors:
             builder.add(
@@ -39,13 +37,15 @@ class GgufSource(DataSectionSource):
                 start=tensor.begin,
                 notes=tensor.notes,
             )
-        self._catalog = builder.build(storages_nbytes=header.data_nbytes, metadata=header.metadata)
+        super().__init__(
+            stream,
+            builder.build(storages_nbytes=header.data_nbytes, metadata=header.metadata),
+            kind="GGUF",
+            data_begin=header.data_begin,
+            data_nbytes=header.data_nbytes,
+        )
         if stream.file_nbytes is not None:
             self._check_end(stream.file_nbytes)
-
-    @property
-    def kind(self) -> str:
-        return "GGUF"
 
     def _check_end_of_pipe(self) -> None:
         following = self._stream.peek(self._header.padded_end - self._stream.position + 1)

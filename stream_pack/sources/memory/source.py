@@ -10,7 +10,7 @@ import numpy as np
 
 from stream_pack.errors import SourceError, StateError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.memory.numpy_arrays import describe_array
 from stream_pack.sources.memory.tensor import LiveTensor
 from stream_pack.text import quoted
@@ -45,31 +45,18 @@ class LiveSource(Source):
         tensors: Mapping[str, object] | torch.nn.Module,
         *,
         metadata: Mapping[str, str] | None = None,
+        kind: str = "tensors in memory",
     ) -> None:
         self._tensors: dict[tuple[int, int, int], LiveTensor] = {}
         named = [(name, _describe(name, value)) for name, value in _items(tensors)]
-        self._catalog = self._build(named, metadata)
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "tensors in memory"
+        super().__init__(self._build(named, metadata), Traits(kind))
 
     @property
     def verification(self) -> str:
         return "tensors in memory carry no checksum"
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        rows = zip(
-            requests.storages.tolist(),
-            requests.starts.tolist(),
-            requests.nbytes.tolist(),
-            strict=True,
-        )
-        for buffer, (storage, start, nbytes) in enumerate(rows):
+        for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
             tensor, begin = self._find(storage, start, nbytes)
             for chunk in tensor.read(begin, begin + nbytes, chunk_nbytes=options.chunk_nbytes):
                 yield buffer, chunk

@@ -38,7 +38,7 @@ from stream_pack.format.proof import (
 )
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.scatter import Scatter
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.pack.block_runs import block_runs
 from stream_pack.text import quoted
 
@@ -64,25 +64,14 @@ class PackSource(Source):
         self._head = _read_head(stream)
         if stream.file_nbytes is not None:
             prove_length(self._head, stream.file_nbytes, contained=within)
-        self._catalog = _catalog(self._head.index)
+        traits = Traits(
+            "pack",
+            chooses_order=stream.regular_file is not None,
+            # The checksums in pieces and joined; for each block, whether it is proved (file) or its checksum (pipe).
+            held_nbytes=3 * self._head.index.checksums_nbytes,
+        )
+        super().__init__(_catalog(self._head.index), traits)
         self._verification = "nothing was read"
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "pack"
-
-    @property
-    def chooses_order(self) -> bool:
-        return self._stream.regular_file is not None
-
-    @property
-    def held_nbytes(self) -> int:
-        # The checksums in pieces and joined; and for each block whether it is proved (file), or its checksum (pipe).
-        return 3 * self._head.index.checksums_nbytes
 
     @property
     def verification(self) -> str:

@@ -20,8 +20,7 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
 )
 from stream_pack.format.catalog import Catalog, CatalogBuilder
-from stream_pack.pipeline.arrival import Arrival
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.text import quoted, shown
 
 __all__ = [
@@ -30,6 +29,7 @@ __all__ = [
     "Member",
     "OpenFile",
     "member_path",
+    "member_remarks",
     "open_members",
     "regular_file",
     "say_where",
@@ -137,74 +137,32 @@ class JoinedSource(Source):
         remarks: Sequence[str],
     ) -> None:
         self._members = members
-        self._kind = kind
-        self._remarks = tuple(remarks)
         widths = [_storages(member.source.catalog) for member in members]
         self._ends = np.cumsum(np.array(widths, np.int64))
         self._begins = self._ends - np.array(widths, np.int64)
-        self._catalog = self._build(metadata)
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return self._kind
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return self._remarks + tuple(
-            f"{quoted(member.name)}: {remark}"
-            for member in self._members
-            for remark in member.source.remarks
+        sources = [member.source.traits for member in members]
+        traits = Traits(
+            kind,
+            chooses_order=all(source.chooses_order for source in sources),
+            held_nbytes=sum(source.held_nbytes for source in sources),
+            sparse=any(source.sparse for source in sources),
+            refusals=_refusals(members),
+            remarks=(*remarks, *member_remarks(members)),
         )
+        super().__init__(self._build(metadata), traits)
 
-    @property
-    def refusals(self) -> Mapping[int, str]:
-        found = {}
-        base = 0
-        for member in self._members:
-            refusals = member.source.refusals
-            found.update(
-                {base + at: refusals[r] for at, r in enumerate(member.rows) if r in refusals}
-            )
-            base += len(member.rows)
-        return found
-
-    @property
-    def spool_nbytes(self) -> int:
-        return max((member.source.spool_nbytes for member in self._members), default=0)
-
-    def spool_for(self, requests: Requests) -> int:
-        parts = self._parts(requests)
-        return max(
-            (m.source.spool_for(part) for m, (_, part) in zip(self._members, parts)), default=0
-        )
-
-    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
-        if self.chooses_order:
-            return super().arrival(requests, chunk_nbytes=chunk_nbytes)
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
         begins, ends = np.empty((2, len(requests)), np.int64)
-        now = 0
+        now = spool_nbytes = 0
         for member, (buffers, part) in zip(self._members, self._parts(requests)):
+            needs = member.source.demand(part, in_order=in_order, chunk_nbytes=chunk_nbytes)
+            spool_nbytes = max(spool_nbytes, needs.spool_nbytes)
             if buffers:
-                first, last = member.source.arrival(part, chunk_nbytes=chunk_nbytes)
+                first, last = needs.arrival_of(len(part))
                 begins[buffers], ends[buffers] = now + first, now + last
                 now += int(last.max())
-        return begins, ends
-
-    @property
-    def chooses_order(self) -> bool:
-        return all(member.source.chooses_order for member in self._members)
-
-    @property
-    def held_nbytes(self) -> int:
-        return sum(member.source.held_nbytes for member in self._members)
-
-    @property
-    def sparse(self) -> bool:
-        return any(member.source.sparse for member in self._members)
+        in_turn = self.traits.chooses_order or not in_order
+        return Demand(spool_nbytes, None if in_turn else (begins, ends))
 
     @property
     def verification(self) -> str:
@@ -213,7 +171,7 @@ class JoinedSource(Source):
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         owners = self._owners(requests)
         # A member that comes in its own order is not waited for: the writer spools.
-        wait = options.in_order and self.chooses_order and bool(np.any(np.diff(owners) < 0))
+        wait = options.in_order and self.traits.chooses_order and bool(np.any(np.diff(owners) < 0))
         if wait:
             # All members are under way at once: no threads for each.
             options = replace(options, jobs=1)
@@ -286,6 +244,26 @@ class JoinedSource(Source):
         finally:
             if isinstance(stream, Generator):
                 stream.close()
+
+
+def member_remarks(members: Iterable[Member]) -> Iterator[str]:
+    """What each member remarks, with its name."""
+    for member in members:
+        for remark in member.source.traits.remarks:
+            yield f"{quoted(member.name)}: {remark}"
+
+
+def _refusals(members: Iterable[Member]) -> dict[int, str]:
+    """Why members refuse tensors, by the rows that these have in the catalog of all."""
+    found = {}
+    begin = 0
+    for member in members:
+        refusals = member.source.traits.refusals
+        if refusals:
+            rows = enumerate(member.rows, begin)
+            found.update({at: refusals[row] for at, row in rows if row in refusals})
+        begin += len(member.rows)
+    return found
 
 
 def _one_buffer(stream: Iterator[Piece], buffer: int, nbytes: int) -> Iterator[Piece]:

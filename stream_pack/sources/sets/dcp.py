@@ -18,11 +18,11 @@ from stream_pack.errors import (
     TruncatedSourceError,
     UnsupportedCheckpointError,
 )
-from stream_pack.format.catalog import Catalog, CatalogBuilder, tensor_nbytes
+from stream_pack.format.catalog import CatalogBuilder, tensor_nbytes
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.sniff import describe_start
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
     Box,
@@ -63,12 +63,12 @@ class DcpSource(Source):
         self._folder = folder
         found = read_metadata(folder / METADATA, allow=allow)
         chosen = flatten(_nested(found.tensors), ())
-        self._remarks = list(chosen.remarks)
+        remarks = list(chosen.remarks)
         if found.ignored:
-            self._remarks.append(f"{found.ignored} entries that are no tensors were left out")
+            remarks.append(f"{found.ignored} entries that are no tensors were left out")
         unnamed = {name for name in os.listdir(folder) if name.endswith(SHARD_SUFFIX)} - found.files
         if unnamed:
-            self._remarks.append(
+            remarks.append(
                 f"shards that {METADATA} does not name were left out, {len(unnamed)} in all, perhaps of another save: "
                 f"{listed(sorted(unnamed))}"
             )
@@ -86,24 +86,13 @@ class DcpSource(Source):
         for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
             shape = _logical(tensor.dtype, tensor.shape)
             nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
-        self._catalog = builder.build(storages_nbytes=nbytes)
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return "torch.distributed checkpoint"
-
-    @property
-    def held_nbytes(self) -> int:
         most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
-        return MIN_PART_CHUNK_NBYTES * most
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return tuple(self._remarks)
+        traits = Traits(
+            "torch.distributed checkpoint",
+            held_nbytes=MIN_PART_CHUNK_NBYTES * most,
+            remarks=tuple(remarks),
+        )
+        super().__init__(builder.build(storages_nbytes=nbytes), traits)
 
     @property
     def verification(self) -> str:
@@ -112,8 +101,7 @@ class DcpSource(Source):
         return together(self._verified, of="chunks")
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        rows = zip(requests.storages.tolist(), requests.starts.tolist(), requests.nbytes.tolist())
-        for buffer, (storage, start, nbytes) in enumerate(rows):
+        for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
             chunks = self._whole(storage, options)
             for chunk in trimmed(chunks, start, start + nbytes):
                 yield buffer, chunk

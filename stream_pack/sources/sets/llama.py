@@ -15,7 +15,7 @@ import numpy as np
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS, DTYPES
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
     Box,
@@ -27,8 +27,10 @@ from stream_pack.sources.sets.assembly import (
     trimmed,
 )
 from stream_pack.sources.sets.composite import (
+    Member,
     OpenFile,
     member_path,
+    member_remarks,
     open_members,
     say_where,
     together,
@@ -73,31 +75,19 @@ class LlamaSource(Source):
         self._shards = open_members(paths, open_file)
         self._tensors: dict[int, _Merged] = {}
         try:
-            self._check_order()
-            self._catalog = self._build(params)
+            self._check_shards()
+            members = [Member(name, shard, ()) for name, shard in zip(names, self._shards)]
+            traits = Traits(
+                f"Llama set of {len(names)} shards",
+                held_nbytes=sum(
+                    MIN_PART_CHUNK_NBYTES + shard.traits.held_nbytes for shard in self._shards
+                ),
+                remarks=tuple(member_remarks(members)),
+            )
+            super().__init__(self._build(params), traits)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._catalog
-
-    @property
-    def kind(self) -> str:
-        return f"Llama set of {len(self._shards)} shards"
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return tuple(
-            f"{quoted(name)}: {remark}"
-            for name, shard in zip(self._names, self._shards)
-            for remark in shard.remarks
-        )
-
-    @property
-    def held_nbytes(self) -> int:
-        return MIN_PART_CHUNK_NBYTES * len(self._shards)
 
     @property
     def verification(self) -> str:
@@ -171,13 +161,14 @@ class LlamaSource(Source):
             if isinstance(pieces, Generator):
                 pieces.close()
 
-    def _check_order(self) -> None:
+    def _check_shards(self) -> None:
         for name, shard in zip(self._names, self._shards):
-            if not shard.chooses_order:
+            if not shard.traits.chooses_order:
                 raise UnsupportedCheckpointError(
                     f"{name} gives its tensors only in its own order, so it cannot be read beside the others: a "
                     "compressed archive has to be zipped again without compression (zip -0)"
                 )
+            shard.refuse(range(len(shard.catalog)))
 
     def _build(self, params: LlamaParams) -> Catalog:
         catalogs = [shard.catalog for shard in self._shards]

@@ -57,12 +57,7 @@ class NinjaSource(LiveSource):
                 f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which holds no arrays: "
                 "expected numpy or ragged"
             )
-        super().__init__(arrays)
-        self._ninja = kind
-
-    @property
-    def kind(self) -> str:
-        return f"mmap-ninja {self._ninja}"
+        super().__init__(arrays, kind=f"mmap-ninja {kind}")
 
     @property
     def verification(self) -> str:

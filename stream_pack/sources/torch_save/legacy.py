@@ -39,11 +39,7 @@ class LegacyTorchSource(TorchSource):
     """
 
     def __init__(self, stream: ByteStream, *, flatten: Flatten | None = None) -> None:
-        super().__init__(stream, _LegacyFile(stream, flatten or flattening()))
-
-    @property
-    def kind(self) -> str:
-        return "torch legacy"
+        super().__init__(stream, _LegacyFile(stream, flatten or flattening()), kind="torch legacy")
 
     @property
     def verification(self) -> str:

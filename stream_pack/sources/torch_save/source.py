@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from stream_pack.format.catalog import Catalog
-from stream_pack.pipeline.arrival import Arrival, in_any_order
+from stream_pack.pipeline.arrival import in_any_order
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.gather import strided_chunks
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import SpoolFile
 from stream_pack.sources.torch_save.container import Container, Data, End
 from stream_pack.sources.torch_save.globals import Storage
 from stream_pack.sources.torch_save.tensors import catalog_tensors
 
 __all__ = ["Step", "TorchSource"]
+
+
+TENSOR_NBYTES = 550
+"""What streaming holds for each tensor, records met and places by storage: measured with 100,000 tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +50,9 @@ class TorchSource(Source):
     Raises: UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError.
     """
 
-    def __init__(self, stream: ByteStream, container: Container) -> None:
+    def __init__(
+        self, stream: ByteStream, container: Container, *, kind: str, remarks: tuple[str, ...] = ()
+    ) -> None:
         self._stream = stream
         self._container = container
         self._tensors = catalog_tensors(
@@ -57,48 +62,32 @@ class TorchSource(Source):
             file_nbytes=stream.file_nbytes if container.seekable else None,
         )
         self._numbers = {storage.key: k for k, storage in enumerate(self._tensors.storages)}
-
-    @property
-    def catalog(self) -> Catalog:
-        return self._tensors.catalog
+        traits = Traits(
+            kind,
+            chooses_order=container.seekable,
+            held_nbytes=TENSOR_NBYTES * len(self._tensors.catalog),
+            remarks=container.state_dict.remarks + remarks,
+        )
+        super().__init__(self._tensors.catalog, traits)
 
     @property
     def ignored(self) -> int:
         """How many values beside the tensors were left out, because they are none."""
         return self._container.state_dict.ignored
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return self._container.state_dict.remarks
-
-    @property
-    def spool_nbytes(self) -> int:
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
         if self._container.seekable:
-            return 0
-        made_from = self._tensors.made_from.values()
-        return max((storage.nbytes for storage in made_from), default=0)
+            return Demand()
+        demand = Demand(arrival=in_any_order(len(requests)))
+        if self._container.order_known or not in_order:
+            demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
+        return replace(demand, spool_nbytes=self._spool_nbytes(requests))
 
-    def spool_for(self, requests: Requests) -> int:
-        if self._container.seekable:
-            return 0
-        wanted = set(requests.storages.tolist())
-        made_from = self._tensors.made_from.items()
-        return max((of.nbytes for derived, of in made_from if derived in wanted), default=0)
-
-    @property
-    def held_nbytes(self) -> int:
-        return 550 * len(
-            self._tensors.catalog
-        )  # records met, places by storage: measured with 100,000 tensors
-
-    @property
-    def chooses_order(self) -> bool:
-        return self._container.seekable
-
-    def arrival(self, requests: Requests, *, chunk_nbytes: int) -> Arrival:
-        if self.chooses_order or self._container.order_known:
-            return super().arrival(requests, chunk_nbytes=chunk_nbytes)
-        return in_any_order(len(requests))
+    def _spool_nbytes(self, requests: Requests) -> int:
+        """The longest storage of a pipe that has to wait whole for what is gathered from it."""
+        made_from = self._tensors.made_from
+        wanted = (made_from[s].nbytes for s in set(requests.storages.tolist()) if s in made_from)
+        return max(wanted, default=0)
 
     def close(self) -> None:
         self._stream.close()
@@ -123,7 +112,7 @@ class TorchSource(Source):
                     if self._is_spooled(event.storage, scatter):
                         spool = spool or options.spool.open(
                             why="a tensor that is not contiguous comes through a pipe",
-                            nbytes=self.spool_nbytes,
+                            nbytes=self._spool_nbytes(requests),
                         )
                         spool.append(event.chunk)
                 elif isinstance(event, _Gather) and target is not None:
@@ -157,10 +146,7 @@ class TorchSource(Source):
         """From a file.  A storage is read whole, and checked, before or while its first buffer goes out."""
         storages = self._tensors.storages
         payloads: dict[str, int] = {}
-        columns = zip(
-            requests.storages.tolist(), requests.starts.tolist(), requests.nbytes.tolist()
-        )
-        for buffer, (number, start, nbytes) in enumerate(columns):
+        for buffer, (number, start, nbytes) in enumerate(requests.rows()):
             direct = number < len(storages)
             storage = storages[number] if direct else self._tensors.made_from[number]
             target = SingleBuffer(buffer, start, start + nbytes)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from zlib import crc32
 
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.source import Demand, Requests
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.torch_save.archive import TorchArchive, is_pickle
 from stream_pack.sources.torch_save.container import Data, End
@@ -16,6 +18,11 @@ from stream_pack.sources.torch_save.state_dict import Flatten
 from stream_pack.sources.torch_save.zip_records import peek_name
 
 __all__ = ["TorchZipSource"]
+
+SPOOLED = (
+    "the archive's first record is not data.pkl, so that its tensors are known only at its end: all of it, {} bytes, "
+    "went through a temporary file"
+)
 
 
 class TorchZipSource(TorchSource):
@@ -40,29 +47,17 @@ class TorchZipSource(TorchSource):
             stream = ByteStream(self._spooled.fileno())
         try:
             self._archive = TorchArchive(stream, flatten=flatten or flattening())
-            super().__init__(stream, self._archive)
+            remarks = () if self._spooled is None else (SPOOLED.format(self._spooled.nbytes),)
+            super().__init__(stream, self._archive, kind="torch zip", remarks=remarks)
         except BaseException:
             if self._spooled is not None:
                 self._spooled.close()
             raise
 
-    @property
-    def kind(self) -> str:
-        return "torch zip"
-
-    @property
-    def spool_nbytes(self) -> int:
-        return super().spool_nbytes + (self._spooled.nbytes if self._spooled is not None else 0)
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        if self._spooled is None:
-            return super().remarks
-        remark = (
-            "the archive's first record is not data.pkl, so that its tensors are known only at its end: all of it, "
-            f"{self._spooled.nbytes} bytes, went through a temporary file"
-        )
-        return (*super().remarks, remark)
+    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
+        demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
+        spooled = 0 if self._spooled is None else self._spooled.nbytes
+        return replace(demand, spool_nbytes=demand.spool_nbytes + spooled)
 
     @property
     def unreferenced(self) -> int:

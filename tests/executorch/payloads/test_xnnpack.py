@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -153,9 +154,9 @@ def test_payloads_inside_a_program_open_by_their_offsets(tmp_path: Path) -> None
 class Sparse(LiveSource):
     """No disk space is set aside for the gaps."""
 
-    @property
-    def sparse(self) -> bool:
-        return True
+    def __init__(self, tensors: Mapping[str, object]) -> None:
+        super().__init__(tensors)
+        self.traits = dataclasses.replace(self.traits, sparse=True)
 
 
 def test_constants_may_stand_beyond_4_gib(tmp_path: Path) -> None:

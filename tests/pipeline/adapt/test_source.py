@@ -223,13 +223,13 @@ class Sparse(ScriptedSource):
     def __init__(self) -> None:
         hole = Zeros((1 << 42) - 4)
         super().__init__({"w": 1 << 42}, [(0, b"\0\0\x80"), (0, b"\x3f"), (0, hole)])
-        self._catalog.dtypes[:] = BY_NAME["float32"]
-        self._catalog.dims.values[:] = 1 << 40
+        self.catalog.dtypes[:] = BY_NAME["float32"]
+        self.catalog.dims.values[:] = 1 << 40
 
 
 def test_a_hole_is_cast_to_a_hole() -> None:
     half = adapted(Sparse(), Adaptation(casts=cast_rules("f16")))
-    assert half.sparse
+    assert half.traits.sparse
     _, requests = requests_for(half.catalog)
     (_, one), (_, hole) = half.stream(requests, options())
     assert bytes(one) == b"\0\x3c"  # type: ignore[arg-type]

@@ -175,7 +175,7 @@ def test_the_model_is_taken_out_of_a_training_checkpoint_and_it_is_said(tmp_path
     save({"model": MODEL, "optimizer": optimizer, "step": 3}, tmp_path)
     expected = {name: tensor.data for name, tensor in expected_of(MODEL).items()}
     with open_source(tmp_path) as source:
-        assert source.remarks == (
+        assert source.traits.remarks == (
             "took the tensors below 'model', and left out the tensors below 'optimizer'",
             "2 entries that are no tensors were left out",
         )
@@ -193,11 +193,14 @@ def test_the_model_is_taken_out_of_a_training_checkpoint_and_it_is_said(tmp_path
 def test_shards_that_the_metadata_does_not_name_are_mentioned(tmp_path: Path) -> None:
     folder = save({**MODEL, "epoch": 3}, tmp_path / "ckpt")
     with open_source(folder) as source:
-        assert not any("does not name" in remark for remark in source.remarks)
+        assert not any("does not name" in remark for remark in source.traits.remarks)
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
     with open_source(folder) as source:
-        assert "shards that .metadata does not name were left out, 1 in all" in source.remarks[-1]
-        assert "'__1_0.distcp'" in source.remarks[-1]
+        assert (
+            "shards that .metadata does not name were left out, 1 in all"
+            in source.traits.remarks[-1]
+        )
+        assert "'__1_0.distcp'" in source.traits.remarks[-1]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def test_several_state_dicts_are_never_guessed_between(
 def test_a_tensor_beside_a_nested_dict_is_not_dropped_silently(tmp_path: Path) -> None:
     save({"model": MODEL, "extra": torch.ones(1)}, tmp_path)
     with open_source(tmp_path) as source:
-        assert source.remarks == (
+        assert source.traits.remarks == (
             "took the tensors below 'model', and left out the tensors below 'extra'",
         )
 

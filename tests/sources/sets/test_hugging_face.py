@@ -169,7 +169,7 @@ def test_a_name_in_two_files_is_taken_from_the_one_that_the_index_says(tmp_path:
     data = read_path(index)
     assert data["w"] == np.array([2.0, 2.0], "<f4").tobytes()
     with open_source(index) as source:
-        assert source.remarks[0].endswith("left out, 1 in all: 'w'")
+        assert source.traits.remarks[0].endswith("left out, 1 in all: 'w'")
 
 
 def test_metadata_that_the_files_disagree_about_is_left_out(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_metadata_that_the_files_disagree_about_is_left_out(tmp_path: Path) -> N
     weight_map = {"x1": "1.safetensors", "x2": "2.safetensors"}
     with open_source(write_index(tmp_path / "m.index.json", weight_map)) as source:
         assert source.catalog.metadata == {"format": "pt"}
-        assert source.remarks == ("the files disagree about the metadata 'shard': left out",)
+        assert source.traits.remarks == ("the files disagree about the metadata 'shard': left out",)
 
 
 def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_compressed_shard_that_comes_in_its_own_order_is_spooled_for_a_stream(
 def test_a_shard_that_comes_in_its_own_order_is_not_waited_for(tmp_path: Path) -> None:
     index, tensors = write_compressed(tmp_path)
     with open_source(index) as source:
-        assert not source.chooses_order
+        assert not source.traits.chooses_order
         names = ["a", "d", "b", "c"]
         rows = [source.catalog.names.index(name) for name in names]
         _, requests = requests_for(source.catalog, rows)

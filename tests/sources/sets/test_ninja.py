@@ -77,7 +77,7 @@ def test_every_dtype_of_numpy_comes_out_as_it_went_in(tmp_path: Path, dtype: str
     mmap_ninja.np_from_ndarray(tmp_path / "a", random(3, 4, dtype=dtype))
     with open_source(tmp_path / "a") as source:
         assert catalog_rows(source.catalog)[0][1:3] == (dtype, (3, 4))
-        assert source.kind == "mmap-ninja numpy"
+        assert source.traits.kind == "mmap-ninja numpy"
     assert read_path(tmp_path / "a") == {"data": random(3, 4, dtype=dtype).tobytes()}
 
 

@@ -97,7 +97,7 @@ def test_the_one_model_is_taken_and_the_report_says_so(opened: Open, name: str) 
     checkpoint[name] = checkpoint.pop("model")
     source = opened(checkpoint)
     assert source.catalog.names == ("weight", "bias")
-    (remark,) = source.remarks
+    (remark,) = source.traits.remarks
     assert f"took the tensors below '{name}', and left out the tensors below " in remark
     assert all(f"'{other}'" in remark for other in ("optimizer", "rng", "ema"))
     assert "'scheduler'" not in remark
@@ -135,14 +135,15 @@ def test_models_nested_twice_are_found(opened: Open) -> None:
     source = opened({"model": {"state_dict": {"a": one(1)}, "optimizer": {"b": one(2)}}})
     assert values(source) == {"a": 1}
     assert (
-        "below 'model.state_dict', and left out the tensors below 'optimizer'" in source.remarks[0]
+        "below 'model.state_dict', and left out the tensors below 'optimizer'"
+        in source.traits.remarks[0]
     )
 
 
 def test_a_flat_dict_is_taken_whole_whatever_its_keys_are(opened: Open) -> None:
     source = opened({"model": one(1), "optimizer": one(2), "epoch": 4})
     assert values(source) == {"model": 1, "optimizer": 2}
-    assert source.remarks == ("values that are no tensors, left out: 1",)
+    assert source.traits.remarks == ("values that are no tensors, left out: 1",)
 
 
 def test_below_the_model_nested_dicts_become_dotted_names(opened: Open) -> None:
@@ -153,7 +154,7 @@ def test_below_the_model_nested_dicts_become_dotted_names(opened: Open) -> None:
     assert values(source) == {
         "encoder.w": 1, "encoder.layers.0.b": 2, "encoder.layers.1.0": 3, "head": 4,
     }  # fmt: skip
-    assert source.remarks[1] == "values that are no tensors, left out: 2"
+    assert source.traits.remarks[1] == "values that are no tensors, left out: 2"
 
 
 # -- a key
@@ -191,7 +192,7 @@ def test_a_key_reaches_what_stands_under_it(
     }
     source = opened(checkpoint, key)
     assert values(source) == expected
-    assert source.remarks == ()
+    assert source.traits.remarks == ()
 
 
 def test_a_whole_checkpoint_can_be_taken(opened: Open) -> None:
@@ -283,9 +284,9 @@ def test_unknown_objects_are_listed_and_can_be_left_out(opened: Open) -> None:
     source = opened(checkpoint, ignore_unknown=True)
     assert set(sys.modules) == before
     assert values(source) == {"w": 1}
-    assert source.remarks[1] == "values that are no tensors, left out: 1"
-    assert "the tensors inside them (1)" in source.remarks[2]
-    assert "argparse.Namespace" in source.remarks[2]
+    assert source.traits.remarks[1] == "values that are no tensors, left out: 1"
+    assert "the tensors inside them (1)" in source.traits.remarks[2]
+    assert "argparse.Namespace" in source.traits.remarks[2]
 
 
 def test_a_placeholder_is_never_a_tensor_nor_a_dict(opened: Open) -> None:
@@ -308,7 +309,7 @@ def test_what_stands_in_an_object_does_not_make_a_flat_dict_nested(
 ) -> None:
     source = opened({"w": one(1), **beside}, ignore_unknown=True)
     assert values(source) == {"w": 1}
-    assert "the tensors inside them (1)" in source.remarks[-1]
+    assert "the tensors inside them (1)" in source.traits.remarks[-1]
     with pytest.raises(UnsupportedCheckpointError, match="--ignore-unknown"):
         opened({"w": one(1), **beside})
 
@@ -331,7 +332,7 @@ def test_a_known_object_that_holds_a_tensor_is_refused_or_left_out(opened: Open)
         opened(checkpoint, ".")
     source = opened(checkpoint, ".", ignore_unknown=True)
     assert values(source) == {"a.w": 3}
-    assert "the tensors inside them (2)" in source.remarks[0]
+    assert "the tensors inside them (2)" in source.traits.remarks[0]
 
 
 def test_a_tensor_that_cannot_be_packed_is_refused_though_unknown_objects_are_ignored(

@@ -646,7 +646,8 @@ def test_a_strided_tensor_from_a_pipe_takes_the_spool_and_says_how_much(tmp_path
         "w": torch.ones(9),
     }
     source = TorchZipSource(pipe_stream(saved(tensors), step=65536))
-    assert source.spool_nbytes == 2400
+    _, requests = requests_for(source.catalog)
+    assert source.demand(requests, in_order=False, chunk_nbytes=7).spool_nbytes == 2400
     spool = Spool(tmp_path)
     assert read(source, spool) == wanted(tensors)
     assert spool.peak_nbytes == 2400
@@ -658,7 +659,8 @@ def test_a_strided_tensor_from_a_pipe_takes_the_spool_and_says_how_much(tmp_path
 def test_a_strided_tensor_from_a_file_needs_no_spool(tmp_path: Path) -> None:
     tensors = {"t": torch.arange(600.0).reshape(20, 30).t()}
     source = TorchZipSource(file_stream(saved(tensors), tmp_path))
-    assert source.spool_nbytes == 0
+    _, requests = requests_for(source.catalog)
+    assert source.demand(requests, in_order=False, chunk_nbytes=7).spool_nbytes == 0
     assert read(source, Spool(None)) == wanted(tensors)
 
 
