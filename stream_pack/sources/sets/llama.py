@@ -172,24 +172,12 @@ class LlamaSource(Source):
 
     def _build(self, params: LlamaParams) -> Catalog:
         catalogs = [shard.catalog for shard in self._shards]
-        rows = [{name: row for row, name in enumerate(c.names)} for c in catalogs]
-        for shard, names in zip(self._names, rows):
-            different = names.keys() ^ rows[0].keys()
-            if different:
-                raise UnsupportedCheckpointError(
-                    f"{shard} and {self._names[0]} differ in the tensors {listed(sorted(different))}: the shards are "
-                    "of different checkpoints"
-                )
+        rows = self._rows_by_name(catalogs)
         builder = CatalogBuilder()
         known: dict[tuple[object, ...], int] = {}
         for name in catalogs[0].names:
             places = tuple(names[name] for names in rows)
-            dtypes = {DTYPES[c.dtypes[row]].name for c, row in zip(catalogs, places)}
-            if len(dtypes) > 1:
-                raise UnsupportedCheckpointError(
-                    f"tensor {quoted(name)} has different dtypes in the shards: {', '.join(sorted(dtypes))}"
-                )
-            dtype = int(catalogs[0].dtypes[places[0]])
+            dtype = _common_dtype(name, catalogs, places)
             shapes = [c.shape(row) for c, row in zip(catalogs, places)]
             dim = merged_along(name, shapes, params)
             shape = _whole_shape(name, shapes, dim)
@@ -211,6 +199,28 @@ class LlamaSource(Source):
             builder.add(name, dtype, shape, storage=storage, start=0)
         storages_nbytes = sum(catalog.storages_nbytes for catalog in catalogs)
         return builder.build(storages_nbytes=storages_nbytes)
+
+    def _rows_by_name(self, catalogs: Sequence[Catalog]) -> list[dict[str, int]]:
+        """The row of each tensor in each shard; all shards have the same tensors."""
+        rows = [{name: row for row, name in enumerate(catalog.names)} for catalog in catalogs]
+        for shard, names in zip(self._names, rows):
+            different = names.keys() ^ rows[0].keys()
+            if different:
+                raise UnsupportedCheckpointError(
+                    f"{shard} and {self._names[0]} differ in the tensors {listed(sorted(different))}: the shards are "
+                    "of different checkpoints"
+                )
+        return rows
+
+
+def _common_dtype(name: str, catalogs: Sequence[Catalog], rows: Sequence[int]) -> int:
+    dtypes = {int(catalog.dtypes[row]) for catalog, row in zip(catalogs, rows)}
+    if len(dtypes) > 1:
+        found = ", ".join(sorted(DTYPES[dtype].name for dtype in dtypes))
+        raise UnsupportedCheckpointError(
+            f"tensor {quoted(name)} has different dtypes in the shards: {found}"
+        )
+    return dtypes.pop()
 
 
 def _gathered_from(catalogs: Sequence[Catalog], rows: Sequence[int]) -> int | None:

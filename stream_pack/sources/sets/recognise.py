@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
@@ -34,38 +36,43 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     Raises: UnsupportedCheckpointError for a folder that holds none, or more than one; as the set's own source; OSError.
     """
     names = sorted(os.listdir(folder))
-    indexes = [name for name in names if is_index_name(name)]
-    single = [name for name in names if name.endswith(_WEIGHTS)]
-    # Its metadata alone says which shards are missing.
-    distributed = any(name.endswith(SHARD_SUFFIX) for name in names) or (
-        METADATA in names and not (indexes or single or TYPE_FILE in names)
-    )
-    shards = [name for name in names if is_shard_name(name)]
-    found = [
-        *(f"the index {quoted(name)}" for name in indexes),
-        *(["Llama shards"] if shards else []),
-        *(["a torch.distributed checkpoint"] if distributed else []),
-        *([f"an mmap-ninja array ({TYPE_FILE})"] if TYPE_FILE in names else []),
+    weights = [name for name in names if name.endswith(_WEIGHTS)]
+    found: list[tuple[str, Callable[[], Source]]] = [
+        (
+            f"the index {quoted(name)}",
+            partial(open_hugging_face, folder / name, open_file=open_file, allow=allow),
+        )
+        for name in filter(is_index_name, names)
     ]
+    if any(map(is_shard_name, names)):
+        found.append(("Llama shards", partial(LlamaSource, folder, open_file=open_file)))
+    # The metadata alone says which shards are missing.
+    alone = not (found or weights or TYPE_FILE in names)
+    if any(name.endswith(SHARD_SUFFIX) for name in names) or (METADATA in names and alone):
+        distributed = partial(_open_distributed, folder, names, flatten=flatten, allow=allow)
+        found.append(("a torch.distributed checkpoint", distributed))
+    if TYPE_FILE in names:
+        found.append((f"an mmap-ninja array ({TYPE_FILE})", partial(NinjaSource, folder)))
     if len(found) > 1:
         raise UnsupportedCheckpointError(
-            f"the folder {quoted(str(folder))} holds {len(found)} checkpoints: {listed(found, show=str)}; name the "
-            "index file itself, or move one of them away"
+            f"the folder {quoted(str(folder))} holds {len(found)} checkpoints: "
+            f"{listed((what for what, _ in found), show=str)}; name the index file itself, or move one of them away"
         )
-    if indexes:
-        return open_hugging_face(folder / indexes[0], open_file=open_file, allow=allow)
-    if shards:
-        return LlamaSource(folder, open_file=open_file)
-    if distributed:
-        if METADATA not in names:
-            raise UnsupportedCheckpointError(
-                f"the folder {quoted(str(folder))} holds the shards of a torch.distributed checkpoint, but no "
-                f"{METADATA}, which is written last: the save did not finish"
-            )
-        return DcpSource(folder, flatten=flatten, allow=allow)
-    if TYPE_FILE in names:
-        return NinjaSource(folder)
-    hint = f"; it holds {listed(single)}: name the file that you want" if single else ""
-    raise UnsupportedCheckpointError(
-        f"the folder {quoted(str(folder))} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
-    )
+    if not found:
+        hint = f"; it holds {listed(weights)}: name the file that you want" if weights else ""
+        raise UnsupportedCheckpointError(
+            f"the folder {quoted(str(folder))} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
+        )
+    [(_, open_set)] = found
+    return open_set()
+
+
+def _open_distributed(
+    folder: Path, names: Collection[str], *, flatten: Flatten, allow: Allow
+) -> Source:
+    if METADATA not in names:
+        raise UnsupportedCheckpointError(
+            f"the folder {quoted(str(folder))} holds the shards of a torch.distributed checkpoint, but no "
+            f"{METADATA}, which is written last: the save did not finish"
+        )
+    return DcpSource(folder, flatten=flatten, allow=allow)

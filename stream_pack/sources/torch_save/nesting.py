@@ -20,7 +20,7 @@ from stream_pack.sources.torch_save.state_dict import (
     shown_pickled,
     what_it_is,
 )
-from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, Found
+from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, NamedTensors
 from stream_pack.text import MAX_LISTED, listed, quoted
 
 __all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
@@ -52,7 +52,7 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
         chosen = choose(value, key, clean)
         if not isinstance(chosen.value, dict | list | tuple) or chosen.unnamed:
             raise _refused(f"the checkpoint is {what_it_is(chosen.value)}", unknown)
-        found = Found(clean)
+        found = NamedTensors(clean)
         if not chosen.nested:
             found.collect(chosen.value)
         if found.refused:

@@ -15,7 +15,7 @@ from stream_pack.sources.torch_save.state_dict import holds_tensors, leaves, sho
 from stream_pack.sources.torch_save.unpickler import Opaque
 from stream_pack.text import listed, quoted
 
-__all__ = ["MAX_DEPTH", "Found"]
+__all__ = ["MAX_DEPTH", "NamedTensors"]
 
 MAX_DEPTH = 100
 """Dicts in dicts around a tensor that is to get a name: modules nest a dozen."""
@@ -25,8 +25,8 @@ MAX_VISITED = 8_000_000
 """Values looked at, shared ones each time: a model of a million tensors and its optimizer have four millions."""
 
 
-class Found:
-    """What is found below a value; ``refused`` and ``objects`` say where, for messages.
+class NamedTensors:
+    """The tensors below a value, by name; ``refused`` and ``objects`` say, for messages, where the others are.
 
     ``clean``: as for :func:`stream_pack.sources.torch_save.state_dict.leaves`.
     """
@@ -37,60 +37,73 @@ class Found:
         self.objects: list[str] = []
         self.ignored = 0
         self._inside_objects = 0
+        self._visited = self._names_nbytes = 0
         self._clean = clean
 
     def collect(self, root: dict[object, object] | list[object] | tuple[object, ...]) -> None:
         """Name every tensor below ``root``, in the order of the pickle."""
-        visited = names_nbytes = 0
-        levels = [_Level(_items(root), "", id(root), 0, -1)]
+        levels = [_Level(_items(root), "", id(root), self.ignored, self._met())]
         while levels:
             level = levels[-1]
             pair = next(level.items, None)
-            if pair is None:
-                levels.pop()
-                if self._met() == level.met and levels:
-                    self._clean.add(level.identity)
-                    self.ignored = level.ignored + 1
+            if pair is not None:
+                self._count(values=1)
+                below = self._visit(level.prefix, *pair, depth=len(levels))
+                if below is not None:
+                    levels.append(below)
                 continue
-            visited += 1
-            if visited > MAX_VISITED:
-                raise UnsupportedCheckpointError(
-                    f"the checkpoint nests more than {MAX_VISITED} values: choose a part of it with --key (key=)"
-                )
-            key, item = pair
-            kind = type(item)
-            if kind is Tensor or kind is Unpackable or kind is TypedStorage:
-                name = self._name(level.prefix, key)
-                names_nbytes += len(name) + 1
-                self._take(name, item)
-            elif isinstance(item, Opaque):
-                seen: set[int] = set()
-                inside = sum(1 for _ in leaves(item, self._clean, seen))
-                visited += len(seen)
-                self._inside_objects += inside
-                if inside:
-                    self.objects.append(f"{_path(level.prefix, key)} (a {quoted(item.name)})")
-                else:
-                    self.ignored += 1
-            elif not isinstance(item, dict | list | tuple) or id(item) in self._clean:
-                self.ignored += 1
-            elif type(key) is str and len(levels) < MAX_DEPTH:
-                prefix = f"{level.prefix}{key}."
-                names_nbytes += len(prefix)
-                levels.append(_Level(_items(item), prefix, id(item), self.ignored, self._met()))
-            elif holds_tensors(item, self._clean):
-                self._name(level.prefix, key)
-                raise UnsupportedCheckpointError(
-                    f"tensors are nested more than {MAX_DEPTH} levels deep, below {quoted(level.prefix[:-1])}: choose "
-                    "a part of the checkpoint with --key (key=)"
-                )
-            else:
-                self.ignored += 1
-            if names_nbytes > MAX_NAMES_NBYTES:
-                raise UnsupportedCheckpointError(
-                    f"the names of the tensors take more than {MAX_NAMES_NBYTES} bytes: choose a part of the "
-                    "checkpoint with --key (key=)"
-                )
+            levels.pop()
+            if levels and self._met() == level.met:
+                self._clean.add(level.identity)
+                self.ignored = level.ignored + 1
+
+    def _visit(self, prefix: str, key: object, item: object, *, depth: int) -> _Level | None:
+        """Take ``item`` if it is a tensor; what it nests is returned, to be visited next."""
+        if isinstance(item, Tensor | Unpackable | TypedStorage):
+            name = self._name(prefix, key)
+            self._count(name_nbytes=len(name) + 1)
+            self._take(name, item)
+        elif isinstance(item, Opaque):
+            self._look_inside(item, _path(prefix, key))
+        elif not isinstance(item, dict | list | tuple) or id(item) in self._clean:
+            self.ignored += 1
+        elif type(key) is str and depth < MAX_DEPTH:
+            below = f"{prefix}{key}."
+            self._count(name_nbytes=len(below))
+            return _Level(_items(item), below, id(item), self.ignored, self._met())
+        elif holds_tensors(item, self._clean):
+            self._name(prefix, key)
+            raise UnsupportedCheckpointError(
+                f"tensors are nested more than {MAX_DEPTH} levels deep, below {quoted(prefix[:-1])}: choose a part of "
+                "the checkpoint with --key (key=)"
+            )
+        else:
+            self.ignored += 1
+        return None
+
+    def _look_inside(self, item: Opaque, path: str) -> None:
+        """Count the tensors inside an object: they cannot be named."""
+        seen: set[int] = set()
+        inside = sum(1 for _ in leaves(item, self._clean, seen))
+        self._count(values=len(seen))
+        self._inside_objects += inside
+        if inside:
+            self.objects.append(f"{path} (a {quoted(item.name)})")
+        else:
+            self.ignored += 1
+
+    def _count(self, *, values: int = 0, name_nbytes: int = 0) -> None:
+        self._visited += values
+        self._names_nbytes += name_nbytes
+        if self._visited > MAX_VISITED:
+            raise UnsupportedCheckpointError(
+                f"the checkpoint nests more than {MAX_VISITED} values: choose a part of it with --key (key=)"
+            )
+        if self._names_nbytes > MAX_NAMES_NBYTES:
+            raise UnsupportedCheckpointError(
+                f"the names of the tensors take more than {MAX_NAMES_NBYTES} bytes: choose a part of the checkpoint "
+                "with --key (key=)"
+            )
 
     def remarks(self, unknown: Collection[str]) -> Iterator[str]:
         """What was left out."""

@@ -44,20 +44,20 @@ FLAG_STREAMED = 1 << 3
 ZIP64_EXTRA = 0x0001
 U16_MAX, U32_MAX = 0xFFFF, 0xFFFFFFFF
 
-# Fields behind the four bytes of the signature.
-_LOCAL = Struct(
-    "<5H3I2H"
-)  # version, flags, method, time, date; crc, sizes; lengths of name and extra
-_ENTRY = Struct(
-    "<6H3I5H2I"
-)  # as above after "made by"; + comment, disk, attributes; attributes, offset
-_ZIP64_END = Struct(
-    "<Q2H2I4Q"
-)  # size of the rest; versions; disks; entries here, in all; size, offset
+# Fields after the four bytes of the signature.
+# Version, flags, method, time, date; crc, compressed and plain length; lengths of name and extra field.
+_LOCAL = Struct("<5H3I2H")
+# The same after the version of the writer, then the lengths of the comment, disk and attributes; attributes, offset.
+_ENTRY = Struct("<6H3I5H2I")
+# Length of the rest; versions; disks; entries here and in all; length and offset of the directory.
+_ZIP64_END = Struct("<Q2H2I4Q")
 _ZIP64_LOCATOR = Struct("<IQI")
-_END = Struct("<4H2IH")  # disks; entries here, in all; size, offset; comment
-_NARROW = Struct("<3I")  # a descriptor: crc, compressed and plain length
-_WIDE = Struct("<I2Q")
+# Disks; entries here and in all; length and offset of the directory; length of the comment.
+_END = Struct("<4H2IH")
+# A descriptor: crc, compressed and plain length.
+_NARROW, _WIDE = Struct("<3I"), Struct("<I2Q")
+
+_DIRECTORY_END = "the end of the archive's directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,40 +262,53 @@ def read_directory(stream: ByteStream) -> Iterator[DirectoryEntry]:
     while stream.peek(4) == ENTRY:
         yield _read_entry(stream)
         count += 1
-    end = stream.position
-    what = "the end of the archive's directory"
-    wide: tuple[int, int, int] | None = None
-    if stream.peek(4) == ZIP64_END:
-        fields = _ZIP64_END.unpack(stream.read_exactly(4 + _ZIP64_END.size, what=what)[4:])
-        if fields[0] != _ZIP64_END.size - 8 or any(fields[3:5]) or fields[5] != fields[6]:
-            raise SourceError("the archive's zip64 end record is damaged")
-        wide = fields[6:9]
-        locator = stream.read_exactly(4 + _ZIP64_LOCATOR.size, what=what)
-        if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (0, end, 1):
-            raise SourceError("the archive's zip64 locator is damaged")
-    last = stream.read_exactly(4 + _END.size, what=what)
-    disk, directory_disk, here, *narrow, comment_nbytes = _END.unpack(last[4:])
-    if bytes(last[:4]) != END or disk not in (0, U16_MAX) or directory_disk not in (0, U16_MAX):
-        raise SourceError(
-            f"the archive's end record, at byte {stream.position - len(last)}, is damaged"
-        )
-    found = (count, end - begin, begin)
-    limits = (U16_MAX, U32_MAX, U32_MAX)
-    plain = tuple(narrow)
-    if (
-        here != plain[0]
-        or (wide is not None and wide != found)
-        or any(p != f and (p != m or wide is None) for p, f, m in zip(plain, found, limits))
-    ):
+    found = (count, stream.position - begin, begin)
+    wide = _read_zip64_end(stream)
+    stated, comment_nbytes = _read_end(stream)
+    resolved: tuple[int, ...] = stated
+    if wide is not None:  # a field at its limit means that the zip64 record holds the number
+        limits = (U16_MAX, U32_MAX, U32_MAX)
+        resolved = tuple(w if s == limit else s for s, w, limit in zip(stated, wide, limits))
+    if resolved != found or wide not in (None, found):
         raise SourceError(
             f"the archive's directory has {found[0]} entries in {found[1]} bytes from byte {found[2]} on; "
-            f"its end record says {wide or plain}"
+            f"its end record says {wide or stated}"
         )
     stream.skip(comment_nbytes, what="the archive's comment")
     if not stream.at_end():
         raise SourceError(
             f"bytes follow the end of the archive at byte {stream.position}: trailing data, or a second archive"
         )
+
+
+def _read_zip64_end(stream: ByteStream) -> tuple[int, int, int] | None:
+    """The directory's entries, bytes and position as the zip64 end record states them; None if there is no record."""
+    position = stream.position
+    if stream.peek(4) != ZIP64_END:
+        return None
+    fields = _ZIP64_END.unpack(stream.read_exactly(4 + _ZIP64_END.size, what=_DIRECTORY_END)[4:])
+    rest_nbytes, _, _, disk, directory_disk, here, entries, nbytes, begin = fields
+    if rest_nbytes != _ZIP64_END.size - 8 or disk or directory_disk or here != entries:
+        raise SourceError("the archive's zip64 end record is damaged")
+    locator = stream.read_exactly(4 + _ZIP64_LOCATOR.size, what=_DIRECTORY_END)
+    if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (
+        0,
+        position,
+        1,
+    ):
+        raise SourceError("the archive's zip64 locator is damaged")
+    return entries, nbytes, begin
+
+
+def _read_end(stream: ByteStream) -> tuple[tuple[int, int, int], int]:
+    """The same three numbers as the end record states them, and the length of the archive's comment."""
+    position = stream.position
+    record = stream.read_exactly(4 + _END.size, what=_DIRECTORY_END)
+    disk, directory_disk, here, entries, nbytes, begin, comment_nbytes = _END.unpack(record[4:])
+    one_file = disk in (0, U16_MAX) and directory_disk in (0, U16_MAX)
+    if bytes(record[:4]) != END or not one_file or here != entries:
+        raise SourceError(f"the archive's end record, at byte {position}, is damaged")
+    return (entries, nbytes, begin), comment_nbytes
 
 
 def _read_entry(stream: ByteStream) -> DirectoryEntry:
