@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stream_pack.errors import FormatError, TruncatedError
+from stream_pack.errors import FormatError
 from stream_pack.et_files.decoders import DECODERS
 from stream_pack.et_files.payload import NOTHING, Payload, ReadFile
 from stream_pack.format.front import MAX_HEADER_NBYTES, decode_header, kind_of
 from stream_pack.format.header import Header
 from stream_pack.format.limits import MAX_NBYTES
+from stream_pack.format.proof import truncated
 from stream_pack.format.records import Footer, Locator
 
 __all__ = ["read_payload"]
@@ -39,7 +40,7 @@ def read_payload(
             )
         return other
     if len(start) < kind.header_nbytes:
-        raise _truncated(kind.header_nbytes, len(start))
+        raise truncated(len(start), kind.header_nbytes, what="the payload", again="export")
     header = decode_header(start)
     region, region_nbytes = header.region_file_offset, header.region_nbytes
     graph_end = _graph_end(header, room)
@@ -71,7 +72,8 @@ def _graph_end(header: Header, room: int) -> int:
             f"{region + region_nbytes}, which no payload has"
         )
     if max(region + region_nbytes, end) > room:
-        raise _truncated(max(region + region_nbytes, end), room)
+        whole = max(region + region_nbytes, end)
+        raise truncated(room, whole, what="the payload", again="export")
     if end > region and region_nbytes:
         raise FormatError(
             f"the header places the constants at byte {region}, inside the flatbuffer that ends at byte {end}"
@@ -85,11 +87,3 @@ def _ends_with_footer(file: ReadFile, payload: Payload) -> bool:
     if file.nbytes is None or payload.nbytes < nbytes:
         return False
     return Footer.stands_before(file.read(payload.file_offset + payload.nbytes - nbytes, nbytes))
-
-
-def _truncated(expected: int, actual: int) -> TruncatedError:
-    return TruncatedError(
-        f"the payload ends too early: expected {expected} bytes, found {actual}",
-        expected_nbytes=expected,
-        actual_nbytes=actual,
-    )

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from stream_pack.errors import FormatError, TruncatedError
+from stream_pack.errors import FormatError
 from stream_pack.et_files import program as programs
 from stream_pack.et_files.constants import (
     BYTES,
@@ -28,6 +28,7 @@ from stream_pack.et_files.program import MAX_HEADER_NBYTES, Program
 from stream_pack.et_files.read import read_payload
 from stream_pack.et_files.tensors import Segments, program_constants
 from stream_pack.format.limits import MAX_FLATBUFFER_NBYTES, MAX_NBYTES
+from stream_pack.format.proof import truncated
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
@@ -155,11 +156,7 @@ def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
             )
         claimed = file.nbytes
     elif file.nbytes is not None and claimed > file.nbytes:
-        raise TruncatedError(
-            f"the program ends too early: expected at least {claimed} bytes, found {file.nbytes}",
-            expected_nbytes=claimed,
-            actual_nbytes=file.nbytes,
-        )
+        raise truncated(file.nbytes, claimed, at_least=True, what="the program", again="export")
     if claimed > MAX_FLATBUFFER_NBYTES:
         raise FormatError(
             f"the header says that the program has {claimed} bytes: a flatbuffer has less than 2 GiB"
@@ -174,10 +171,9 @@ def _segments(
     base = header.segments_file_offset
     end = MAX_NBYTES if file.nbytes is None else file.nbytes
     if header.segments_nbytes is not None and base + header.segments_nbytes > end:
-        text = (
-            f"the file ends too early: expected {base + header.segments_nbytes} bytes, found {end}"
-        )
-        faults.append(Fault("length", text, end, base + header.segments_nbytes, fatal=True))
+        expected = base + header.segments_nbytes
+        text = str(truncated(end, expected, what="the file", again="export"))
+        faults.append(Fault("length", text, end, expected, fatal=True))
     if len(offsets) and base < (header.program_nbytes or 0) and int(nbytes.max()) > 0:
         text = f"the header places the segments at byte {base}, inside the program of {header.program_nbytes} bytes"
         faults.append(Fault("segment", text, base, header.program_nbytes or 0, fatal=True))

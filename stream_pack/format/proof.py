@@ -170,11 +170,18 @@ def truncated_head(header: Header, available: int) -> TruncatedError:
     return truncated(available, header.region_file_offset + header.region_nbytes, at_least=True)
 
 
-def truncated(available: int, expected: int, *, at_least: bool = False) -> TruncatedError:
-    """The error for a pack that ends after ``available`` of ``expected`` bytes."""
+def truncated(
+    available: int,
+    expected: int,
+    *,
+    at_least: bool = False,
+    what: str = "the pack",
+    again: str = "convert",
+) -> TruncatedError:
+    """The error for a pack, or ``what``, that ends after ``available`` of ``expected`` bytes."""
     return TruncatedError(
-        f"the pack is truncated: expected {'at least ' * at_least}{expected} bytes, found {available}, "
-        f"{expected - available} bytes are missing; the copy or the writer was interrupted: copy or convert again",
+        f"{what} is truncated: expected {'at least ' * at_least}{expected} bytes, found {available}, "
+        f"{expected - available} bytes are missing; the copy or the writer was interrupted: copy or {again} again",
         expected_nbytes=expected,
         actual_nbytes=available,
     )
