@@ -1,4 +1,4 @@
-"""Writing a pack from tensors that never exist whole in memory: the caller brings the chunks."""
+"""Writing a pack from chunks, for tensors that are never whole in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stream_pack.format.head import encode_head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER
 from stream_pack.format.layout import plan
-from stream_pack.text import listed
+from stream_pack.text import listed, quoted
 from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, open_sink
@@ -29,11 +29,10 @@ BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a tensor will be: its dtype and its shape, no bytes.
+    """The dtype and shape of a tensor whose bytes are written later.
 
-    ``dtype`` is a name such as ``"bfloat16"`` or ``"int4"``, or a torch dtype or NumPy dtype.
-    ``shape`` counts elements; of a four-bit type the last dim is even, the first element of each
-    byte in its low bits.
+    ``dtype`` is a name such as ``"bfloat16"`` or ``"int4"``, or a torch dtype or NumPy dtype.  ``shape`` counts
+    elements; the last dim of a four-bit type is even, and the first element of each byte is in its low bits.
     """
 
     dtype: object
@@ -41,16 +40,16 @@ class Spec:
 
 
 Specs: TypeAlias = "Mapping[str, Spec | tuple[object, Sequence[int]]]"
-"""What every tensor will be, by name, in the order of the pack."""
+"""The spec of every tensor by name, in the order of the pack."""
 
 
 class Writer:
     """Writes a pack tensor by tensor.
 
-    ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each that
-    has bytes; a path takes them in any order, a stream in the order of ``specs``.  Leaving the
-    ``with`` normally completes the file, by an exception abandons it; a path is replaced only when
-    complete.  ``to``: whose header the pack begins with, as for :func:`stream_pack.convert`.
+    ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each tensor that has bytes: in
+    any order if the target is a path, in the order of ``specs`` if it is a stream.  Leaving the ``with`` block completes
+    the pack, or abandons it if there is an exception; a file is replaced only when the pack is complete.  The options
+    are those of :func:`stream_pack.convert`.
 
     Copies: none of the chunks given.
     Raises: OptionError; SourceError, LimitError for bad specs; OSError.
@@ -86,42 +85,45 @@ class Writer:
         for name, tensor in self._buffers.items():
             assert tensor_buffers[tensor] != NO_BUFFER
             self._buffers[name] = int(tensor_buffers[tensor])
-        self._left = dict(self._buffers)  # in the order of specs, which is that of the buffers
+        self._left = dict(self._buffers)  # in the order of specs and of the buffers
         self._closed = False
-        self._sound = True
+        self._usable = True
 
     def write(self, name: str, chunks: BytesLike | Iterable[BytesLike]) -> None:
-        """Write all bytes of one tensor: little-endian, row-major; one bytes-like object or an
-        iterable of them.
+        """Write all bytes of one tensor, little-endian and row-major: one bytes-like object or an iterable of them.
 
-        A chunk's memory may be reused as soon as the next chunk is asked for, or this returns.
-        Raises: UnknownTensorError; StateError for a tensor written before, or out of turn into a
-        stream; SourceError for too few or too many bytes; whatever ``chunks`` raises.  After an
-        error the pack can only be abandoned.
+        A chunk's memory may be reused as soon as the next chunk is requested, or this returns.
+        Raises: UnknownTensorError; StateError for a tensor that was written before, or is out of order in a stream;
+        SourceError for too few or too many bytes; any error of ``chunks``.  After an error the pack can only be
+        abandoned.
         """
         if self._closed:
             raise StateError("this Writer is closed")
-        self._require_sound()
+        self._require_usable()
         buffer = self._take(name)
-        self._sound = False
+        self._usable = False
         self._write(name, buffer, chunks)
-        self._sound = True
+        self._usable = True
 
-    def _require_sound(self) -> None:
-        if not self._sound:
-            raise StateError("a write failed before: this pack can only be abandoned")
+    def _require_usable(self) -> None:
+        if not self._usable:
+            raise StateError("an earlier write failed: this pack can only be abandoned")
 
     def _take(self, name: str) -> int | None:
-        """The buffer of a tensor whose turn it is; None if it has no bytes."""
+        """The buffer of the tensor, if it may be written now; None if it has no bytes."""
         if name in self._empty:
             return None
         if name not in self._buffers:
-            raise UnknownTensorError(f"no tensor {name!r} in the specs of this Writer", tensor=name)
+            raise UnknownTensorError(
+                f"no tensor {quoted(name)} in the specs of this Writer", tensor=name
+            )
         if name not in self._left:
-            raise StateError(f"tensor {name!r} was written before")
+            raise StateError(f"tensor {quoted(name)} was written before")
         turn = next(iter(self._left))
         if self._sink.in_order and name != turn:
-            raise StateError(f"tensor {name!r} out of turn: a stream takes {turn!r} next")
+            raise StateError(
+                f"tensor {quoted(name)} is out of order: a stream takes {quoted(turn)} next"
+            )
         return self._left.pop(name)
 
     def _write(
@@ -139,20 +141,20 @@ class Writer:
         if given != expected:
             more = "more than " if given > expected else ""
             raise SourceError(
-                f"tensor {name!r} has {expected} bytes, the chunks brought {more}{min(given, expected)}"
+                f"tensor {quoted(name)} has {expected} bytes, but the chunks have {more}{min(given, expected)}"
             )
 
     def close(self) -> None:
         """Complete the pack.
 
-        Raises: StateError, naming them, when tensors are missing, or when a write failed (the pack
-        is then abandoned); OSError.
+        Raises: StateError if tensors are missing, naming them, or if a write failed; the pack is then abandoned.
+        OSError.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            self._require_sound()
+            self._require_usable()
             if self._left:
                 raise StateError(f"not all tensors were written: {listed(self._left)} missing")
             self._pack.finish()
@@ -160,7 +162,7 @@ class Writer:
             self._sink.abort()
 
     def abandon(self) -> None:
-        """Give up: a target path stays as it was."""
+        """Give up: a target path is left unchanged."""
         self._closed = True
         self._sink.abort()
 
@@ -175,7 +177,7 @@ class Writer:
 
 
 def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
-    """The catalog of tensors that are only specified: each has a storage of its own, by its number in ``specs``.
+    """The catalog of specified tensors, each with a storage of its own, its number in ``specs``.
 
     Raises: UnsupportedTensorError, SourceError, LimitError.
     """
@@ -188,18 +190,18 @@ def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
 
 
 def chunks_of(given: BytesLike | Iterable[BytesLike]) -> Iterator[memoryview]:
-    """One bytes-like object or several, as views of single bytes.  Copies: none."""
+    """One bytes-like object, or an iterable of them, as views of bytes.  Copies: none."""
     for chunk in [given] if isinstance(given, (bytes, bytearray, memoryview)) else given:
         yield memoryview(chunk).cast("B")
 
 
 def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
-    """The number in the dtype table, and the shape in its elements."""
+    """The number of the dtype, and the shape in its elements."""
     try:
         shape = [operator.index(dim) for dim in spec.shape]
     except TypeError:
         raise UnsupportedTensorError(
-            f"tensor {name!r} has the shape {spec.shape!r}: expected a sequence of whole numbers",
+            f"tensor {quoted(name)} has shape {spec.shape!r}: expected a sequence of whole numbers",
             tensor=name,
         ) from None
     text = str(spec.dtype).removeprefix("torch.")
@@ -209,9 +211,11 @@ def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
         return dtypes.BY_NAME[text], shape
     if text in dtypes.BY_TORCH:  # float4_e2m1fn_x2: torch counts pairs
         if not shape:
-            raise UnsupportedTensorError(f"tensor {name!r}: a {text} needs a dim", tensor=name)
+            raise UnsupportedTensorError(
+                f"tensor {quoted(name)}: {text} needs at least one dim", tensor=name
+            )
         return dtypes.BY_TORCH[text], [*shape[:-1], 2 * shape[-1]]
     raise UnsupportedTensorError(
-        f"tensor {name!r} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}",
+        f"tensor {quoted(name)} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}",
         tensor=name,
     )

@@ -388,9 +388,14 @@ def test_a_file_is_not_overwritten_while_it_is_read(tmp_path: Path) -> None:
     before = path.read_bytes()
     with open(path, "r+b") as target:
         for source in (path, str(path)):
-            with pytest.raises(SourceError, match="open for writing, and is the file of the source"):
+            with pytest.raises(
+                SourceError, match="open for writing, and is the file of the source"
+            ):
                 convert(source, target)
-        with open(path, "rb") as source_file, pytest.raises(SourceError, match="open for writing, and is the file of the source"):
+        with (
+            open(path, "rb") as source_file,
+            pytest.raises(SourceError, match="open for writing, and is the file of the source"),
+        ):
             convert(source_file, target.fileno())
         with pytest.raises(SourceError, match="open for writing, and is the file of the source"):
             convert(tmp_path, target)  # a set reads the files of its folder
