@@ -6,20 +6,17 @@ mapped files do not count; the kernel takes them back when it wants to.
 
 from __future__ import annotations
 
-import ctypes
-import resource
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from stream_pack.errors import LimitError
+from stream_pack.pipeline.memory import anonymous_nbytes
 from stream_pack.pipeline.overlap import BATCH_WEIGHT, DEPTH
 from stream_pack.text import human_nbytes
 
-__all__ = ["Budget", "allow_memory", "anonymous_nbytes", "budget", "give_back"]
+__all__ = ["Budget", "allow_memory", "budget"]
 
 WINDOW_NBYTES = 8 << 20
-"""What a strided tensor is gathered in when nobody set a limit.  A window of a transposed matrix touches most pages of
+"""What a strided tensor is gathered in without a limit.  A window of a transposed matrix touches most pages of
 it, so fewer windows mean fewer passes over the file: 8 for a matrix of 1 GiB where 1 MiB would take 64."""
 
 MAX_WINDOW_NBYTES = 256 << 20
@@ -69,7 +66,7 @@ def budget(
     ``source_nbytes`` is what the source says that it holds while it streams; ``held_nbytes`` what the process has now,
     the catalog and the plan among it.
 
-    Raises: LimitError naming the least that is possible.
+    Raises: LimitError naming the minimum.
     """
     fixed = held_nbytes + source_nbytes + tensors * TENSOR_NBYTES + blocks * BLOCK_NBYTES
     if max_memory is None:
@@ -95,11 +92,11 @@ def budget(
 
 
 def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
-    """Refuse ``what`` if the ``nbytes`` that it is going to take are more than ``max_memory`` leaves.
+    """Refuse ``what`` if the ``nbytes`` that it is about to take are more than ``max_memory`` leaves.
 
-    For what comes before the budget of a conversion can be known.
+    For steps before the budget of the conversion can be known.
 
-    Raises: LimitError naming the least that this and the streaming after it take.
+    Raises: LimitError naming the minimum memory of the conversion.
     """
     if max_memory is None:
         return
@@ -112,27 +109,6 @@ def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
             value=max_memory,
             limit=least,
         )
-
-
-def give_back() -> None:
-    """Have the C library return memory that is free.
-
-    How much of it stays resident is chance; else one run finds that it needs tens of MB more than another.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
-
-
-def anonymous_nbytes() -> int:
-    """Resident anonymous memory of this process now; where the system does not tell, its peak of all resident pages."""
-    try:
-        status = Path("/proc/self/status").read_bytes()
-    except OSError:  # macOS
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    _, _, rest = status.partition(b"RssAnon:")
-    return int(rest.split(maxsplit=1)[0]) * 1024
 
 
 def _in_flight_nbytes(chunk_nbytes: int, window_nbytes: int, jobs: int) -> int:

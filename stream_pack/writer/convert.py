@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError
@@ -20,7 +21,7 @@ from stream_pack.sources.open import Convertible, open_source
 from stream_pack.sources.torch_save.nesting import Key
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
-from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs, write_pack
+from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 
 if TYPE_CHECKING:
@@ -188,14 +189,9 @@ def convert_with(
         return write_pack(
             adapted(opened, options.adaptation),
             sink,
-            front=front or options.front,
-            policy=options.policy,
-            metadata=options.metadata or {},
-            chunk_nbytes=options.chunk_nbytes,
-            jobs=options.jobs or default_jobs(),
+            options.settings if front is None else replace(options.settings, front=front),
             spool=spool,
             progress=options.progress,
-            max_memory=options.max_memory,
         )
 
 
@@ -208,14 +204,7 @@ def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bo
         max_memory=options.max_memory,
     ) as opened:
         return forecast_pack(
-            adapted(opened, options.adaptation),
-            front=options.front,
-            policy=options.policy,
-            metadata=options.metadata or {},
-            chunk_nbytes=options.chunk_nbytes,
-            jobs=options.jobs or default_jobs(),
-            max_memory=options.max_memory,
-            to_stream=to_stream,
+            adapted(opened, options.adaptation), options.settings, to_stream=to_stream
         )
 
 

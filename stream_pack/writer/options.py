@@ -17,7 +17,8 @@ from stream_pack.pipeline.adapt.cast_plan import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation
 from stream_pack.sources.torch_save.nesting import Key
-from stream_pack.writer.pack import CHUNK_NBYTES, Progress
+from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs
+from stream_pack.writer.plan import PackSettings
 
 __all__ = ["ConvertOptions", "Patterns", "Renames"]
 
@@ -83,6 +84,18 @@ class ConvertOptions:
         object.__setattr__(self, "front", plain_front(self.to))
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "adaptation", Adaptation(selection, cast_rules(self.dtype)))
+
+    @property
+    def settings(self) -> PackSettings:
+        """What the writer has to know of all this."""
+        return PackSettings(
+            front=self.front,
+            policy=self.policy,
+            metadata=self.metadata or {},
+            chunk_nbytes=self.chunk_nbytes,
+            jobs=self.jobs or default_jobs(),
+            max_memory=self.max_memory,
+        )
 
 
 def _wrong(name: str, value: object, expected: str) -> OptionError:

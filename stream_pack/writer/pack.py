@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from typing import TypeAlias
 
-from stream_pack.format.front import Front
 from stream_pack.format.head import EncodedHead, Head, encode_footer
-from stream_pack.format.layout import Layout, Policy
+from stream_pack.format.layout import Layout
 from stream_pack.format.records import Footer
 from stream_pack.jobs import cores
+from stream_pack.pipeline.budget import Budget
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
-from stream_pack.writer.forecast import (
-    prepare,
-    requests_of,
-    sizes_of,
-)
+from stream_pack.writer.plan import PackSettings, prepare, requests_of
 from stream_pack.writer.region import RegionHasher, in_turn, weight
 from stream_pack.writer.sink import Sink
 
@@ -99,45 +95,44 @@ class PackWriter:
 
 
 def write_pack(
-    source: Source,
-    sink: Sink,
-    *,
-    front: Front,
-    policy: Policy,
-    metadata: Mapping[str, str],
-    chunk_nbytes: int,
-    jobs: int,
-    spool: Spool,
-    progress: Progress | None,
-    max_memory: int | None = None,
+    source: Source, sink: Sink, settings: PackSettings, *, spool: Spool, progress: Progress | None
 ) -> Report:
-    """Stream ``source`` into ``sink``, in at most ``max_memory`` bytes if that is given.
+    """Stream ``source`` into ``sink``.
 
-    The bytes written depend on the catalog, ``front`` and ``policy`` alone, not on ``chunk_nbytes``
-    or ``jobs``.
-    Raises: LimitError and SourceError before a byte is written as far as the catalog shows;
-    SourceError, OSError.
+    The bytes written depend on the catalog, ``front``, ``policy`` and ``metadata`` alone.
+    Raises: LimitError and SourceError before a byte is written as far as the catalog shows; SourceError, OSError.
     """
     began = time.perf_counter()
-    prepared = prepare(
-        source,
-        front=front,
-        policy=policy,
-        metadata=metadata,
-        chunk_nbytes=chunk_nbytes,
-        jobs=jobs,
-        max_memory=max_memory,
-        in_order=sink.in_order,
-    )
-    layout, limits = prepared.layout, prepared.budget
+    prepared = prepare(source, settings, in_order=sink.in_order)
     if prepared.spool_nbytes:
         spool.require(
             why=f"a {source.traits.kind} from a pipe, with tensors that are strided or come before their turn",
             nbytes=prepared.spool_nbytes,
         )
-    writer = PackWriter(layout, prepared.encoded, sink)
+    writer = PackWriter(prepared.layout, prepared.encoded, sink)
     writer.start(reserve=not source.traits.sparse)
-    requests = requests_of(layout)
+    _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
+    checksum = writer.finish()
+    return Report(
+        **asdict(prepared.sizes),
+        spool_nbytes=spool.peak_nbytes,
+        seconds=time.perf_counter() - began,
+        checksum=checksum,
+        verification=source.verification,
+    )
+
+
+def _stream(
+    source: Source,
+    writer: PackWriter,
+    sink: Sink,
+    limits: Budget,
+    *,
+    spool: Spool,
+    progress: Progress | None,
+) -> None:
+    """Read, hash and write the region, in as many threads as ``limits`` allows."""
+    requests = requests_of(writer.layout)
     options = StreamOptions(
         chunk_nbytes=limits.chunk_nbytes,
         jobs=limits.jobs,
@@ -159,21 +154,8 @@ def write_pack(
             sink.put(file_offset, chunk)
             written += len(chunk)
             if progress is not None:
-                progress(written, layout.region_nbytes)
+                progress(written, writer.layout.region_nbytes)
     finally:
-        _close(hashed)
-    checksum = writer.finish()
-    return Report(
-        **asdict(sizes_of(source, prepared, front)),
-        spool_nbytes=spool.peak_nbytes,
-        seconds=time.perf_counter() - began,
-        checksum=checksum,
-        verification=source.verification,
-    )
-
-
-def _close(stage: Iterator[object]) -> None:
-    # Generators are closed from the outermost in, so that every thread ends before the source is
-    # closed.
-    if isinstance(stage, Generator):
-        stage.close()
+        # From the outermost generator in, so that every thread ends before the source is closed.
+        if isinstance(hashed, Generator):
+            hashed.close()

@@ -174,6 +174,12 @@ def test_of_a_pipe_the_order_is_that_of_the_version_of_torch_that_wrote_it(
     assert target.getvalue() == (tmp_path / "pack").read_bytes()
 
 
+def test_what_leaves_at_a_tick_makes_room_for_what_begins_at_it() -> None:
+    # Buffer 1 waits for buffer 0 until tick 5; buffer 3 comes then, and waits for buffer 2.
+    begins, ends = np.array([0, 0, 6, 5]), np.array([5, 2, 8, 6])
+    assert waiting_nbytes((begins, ends), np.array([1, 10, 1, 20])) == 20
+
+
 VIEWS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "transposed": lambda x, _: x.t() if x.dim() == 2 else x,
     "tail": lambda x, n: x[n % (len(x) + 1) :] if x.dim() else x,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stream_pack.errors import LimitError
-from stream_pack.pipeline.budget import Budget, anonymous_nbytes, budget
+from stream_pack.pipeline.budget import Budget, budget
+from stream_pack.pipeline.memory import anonymous_nbytes
 from tests.support.memory import needs_proc
 
 MIB = 1 << 20
@@ -24,6 +25,7 @@ def fit(
     tensors: int = 0,
     blocks: int = 0,
     held: int = 20 * MIB,
+    source: int = 0,
 ) -> Budget:
     return budget(
         max_memory=max_memory,
@@ -31,7 +33,7 @@ def fit(
         jobs=jobs,
         tensors=tensors,
         blocks=blocks,
-        source_nbytes=0,
+        source_nbytes=source,
         held_nbytes=held,
     )
 
@@ -53,6 +55,14 @@ def test_the_least_that_is_named_is_enough_and_one_byte_less_is_not() -> None:
     assert fit(limit).peak_nbytes <= limit
     with pytest.raises(LimitError):
         fit(limit - 1)
+
+
+def test_what_the_source_holds_counts_like_what_the_process_holds() -> None:
+    for limit in (None, 2 * least()):
+        assert fit(limit and limit + 5 * MIB, source=5 * MIB) == fit(
+            limit and limit + 5 * MIB, held=25 * MIB
+        )
+    assert least(source=5 * MIB) == least() + 5 * MIB
 
 
 def test_threads_go_first_then_chunks_shrink() -> None:

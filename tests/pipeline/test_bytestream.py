@@ -334,3 +334,18 @@ def test_a_range_of_a_file_is_a_stream_that_ends_with_it(tmp_path: Path) -> None
     beyond.close()
     with pytest.raises(io.UnsupportedOperation, match="no regular file"):
         ByteStream.open_range("/dev/null", 0, 1)
+
+
+def test_a_watch_is_asked_at_least_every_64_kib_while_it_is_set() -> None:
+    stream = ByteStream(io.BytesIO(bytes(1 << 20)))
+    asked: list[int] = []
+    with stream.watched(asked.append):
+        for _ in range(512):
+            stream.read_exactly(1000, what="bytes")
+        assert 512_000 // 65536 <= len(asked) < 512
+        stream.allow(77)
+    assert asked == [0] * (len(asked) - 1) + [77]
+    count = len(asked)
+    stream.read_exactly(400_000, what="bytes")
+    stream.allow(77)
+    assert len(asked) == count

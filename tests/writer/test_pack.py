@@ -19,8 +19,6 @@ import xxhash
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
-from stream_pack.format.layout import Policy
 from stream_pack.pipeline.source import (
     Chunk,
     Piece,
@@ -33,6 +31,7 @@ from stream_pack.pipeline.source import (
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
+from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import write_pack
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
 from tests.vectors import minimal_reader
@@ -77,11 +76,7 @@ def write(
         return write_pack(
             source,
             sink,
-            front=MPS,
-            policy=Policy(block_nbytes=block_nbytes),
-            metadata={},
-            chunk_nbytes=1 << 20,
-            jobs=jobs,
+            ConvertOptions(block_nbytes=block_nbytes, jobs=jobs).settings,
             spool=spool or Spool(sink.folder),
             progress=None,
         )

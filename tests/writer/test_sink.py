@@ -120,6 +120,26 @@ def test_a_raw_file_object_that_writes_little_at_a_time_gets_everything() -> Non
     assert slow.data == expected(50, [(0, b"0123456789"), (20, b"abcdefg")])
 
 
+@pytest.mark.parametrize("target", ["file", "stream"])
+def test_more_small_parts_than_one_system_call_takes_are_written(
+    tmp_path: Path, target: str
+) -> None:
+    puts = [(n, bytes([n % 251])) for n in range(3 * os.sysconf("SC_IOV_MAX"))]
+    path = tmp_path / "f"
+    if target == "file":
+        fill(FileSink(path), len(puts), puts)
+    else:
+        with open(path, "wb") as file:
+            fill(StreamSink(file.fileno()), len(puts), puts)
+    assert path.read_bytes() == b"".join(data for _, data in puts)
+
+
+def test_a_commit_leaves_nothing_in_the_buffer_of_the_callers_file(tmp_path: Path) -> None:
+    with open(tmp_path / "f", "wb", buffering=1 << 20) as file:
+        fill(StreamSink(file), 7, [(0, b"abcdefg")])
+        assert (tmp_path / "f").read_bytes() == b"abcdefg"
+
+
 @pytest.mark.parametrize("returned", [0, None])
 def test_a_write_that_writes_nothing_is_an_error_not_a_loop(returned: int | None) -> None:
     class Stuck(io.RawIOBase):

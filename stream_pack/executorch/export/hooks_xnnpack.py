@@ -17,7 +17,7 @@ from stream_pack.executorch.export.hooks_memory import reading
 from stream_pack.executorch.export.patching import Hook
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import SERIAL_ELEMENTS
-from stream_pack.pipeline.budget import give_back
+from stream_pack.pipeline.memory import trim_heap
 
 __all__ = ["HOOKS"]
 
@@ -39,7 +39,7 @@ def _serialize_constant(
     for entry in xnn_graph.constant_data[begin:]:
         entry.named_key = this.keys.get(entry.named_key, entry.named_key)
     # ExecuTorch's copies of the tensor are freed by now; glibc would keep some of that memory.
-    give_back()
+    trim_heap()
     return result
 
 

@@ -1,0 +1,166 @@
+"""The plan of a conversion: what is packed where, and which memory and disk space that takes.
+
+Forecast and conversion both begin with :func:`prepare`, so each refuses what the other would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stream_pack.et_files.layouts import ORDER_NOTE
+from stream_pack.format.catalog import Catalog
+from stream_pack.format.front import Front, verifier_tensors
+from stream_pack.format.head import EncodedHead, encode_head
+from stream_pack.format.layout import Layout, Policy, plan
+from stream_pack.pipeline.adapt.cast_plan import count_casts
+from stream_pack.pipeline.arrival import waiting_nbytes
+from stream_pack.pipeline.budget import Budget, allow_memory, budget
+from stream_pack.pipeline.memory import anonymous_nbytes, trim_heap
+from stream_pack.pipeline.source import Requests, Source
+from stream_pack.report import Sizes
+from stream_pack.text import listed
+
+__all__ = ["PackSettings", "Prepared", "prepare", "requests_of", "warnings_of"]
+
+PLANNED_NBYTES = 500
+"""Memory that planning and encoding take for each tensor, beside what the source holds."""
+
+SMALL_NBYTES = 4 << 20
+"""A plan that takes no more is made before it is known whether there is memory for the rest."""
+
+NAME_COPIES = 4
+"""How often encoding the head holds the characters of all names (measured with 8 and 80 MB)."""
+
+METADATA_COPIES = 6
+"""How often it holds those of the metadata (measured in the same way)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSettings:
+    """How a source is packed.
+
+    ``front``: whose header the pack begins with.  ``metadata``: added to the source's own.  ``chunk_nbytes``, ``jobs``:
+    the most that is wanted, which ``max_memory`` bytes of memory, if given, may not allow.
+    """
+
+    front: Front
+    policy: Policy
+    metadata: Mapping[str, str]
+    chunk_nbytes: int
+    jobs: int
+    max_memory: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A conversion that may begin.
+
+    ``encoded`` is the head that describes ``layout``; ``sizes`` is what a report says about both; ``spool_nbytes`` is
+    temporary disk space.
+    """
+
+    layout: Layout
+    encoded: EncodedHead
+    sizes: Sizes
+    budget: Budget
+    spool_nbytes: int
+
+
+def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepared:
+    """Plan how ``source`` is packed, into a stream if ``in_order``.  Reads no tensor data.
+
+    Raises: SourceError, LimitError.
+    """
+    catalog = source.catalog
+    source.refuse(range(len(catalog)))
+    if settings.metadata:
+        catalog = replace(catalog, metadata={**catalog.metadata, **settings.metadata})
+    _allow_planning(catalog, settings.max_memory)
+    layout = plan(catalog, settings.policy)
+    encoded = encode_head(layout, settings.front)
+    trim_heap()
+    needs = budget(
+        max_memory=settings.max_memory,
+        chunk_nbytes=settings.chunk_nbytes,
+        jobs=settings.jobs,
+        tensors=len(layout.index),
+        blocks=layout.index.checksums_nbytes // 8,
+        source_nbytes=source.traits.held_nbytes,
+        held_nbytes=anonymous_nbytes(),
+    )
+    # Under a limit the chunks depend on what this very process holds, so nothing is made of their length.
+    unit = settings.chunk_nbytes if settings.max_memory is None else 1
+    spool_nbytes = _spool_nbytes(source, layout, chunk_nbytes=unit, in_order=in_order)
+    sizes = _sizes_of(source, catalog, layout, encoded, settings.front)
+    return Prepared(layout, encoded, sizes, needs, spool_nbytes)
+
+
+def _allow_planning(catalog: Catalog, max_memory: int | None) -> None:
+    """Raises: LimitError when planning alone would take more memory than is allowed."""
+    nbytes = (
+        len(catalog) * PLANNED_NBYTES
+        + NAME_COPIES * sum(map(len, catalog.names))
+        + METADATA_COPIES * sum(len(key) + len(text) for key, text in catalog.metadata.items())
+    )
+    if nbytes > SMALL_NBYTES:  # else the budget names the least that is enough for everything
+        trim_heap()
+        allow_memory(nbytes, max_memory, what="the plan of the pack")
+
+
+def requests_of(layout: Layout) -> Requests:
+    """What ``layout`` wants of the source."""
+    return Requests(layout.buffer_storages, layout.buffer_starts, layout.index.buffer_nbytes)
+
+
+def _spool_nbytes(source: Source, layout: Layout, *, chunk_nbytes: int, in_order: bool) -> int:
+    """Temporary disk space that the conversion takes at its peak, in bytes.
+
+    ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  ``chunk_nbytes``: as for
+    :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,
+    unless a pipe brings the first of its storages in the order that is expected, and a later one not.
+    """
+    requests = requests_of(layout)
+    demand = source.demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
+    if demand.arrival is None:
+        return demand.spool_nbytes
+    return demand.spool_nbytes + waiting_nbytes(demand.arrival, requests.nbytes)
+
+
+def _sizes_of(
+    source: Source, catalog: Catalog, layout: Layout, encoded: EncodedHead, front: Front
+) -> Sizes:
+    return Sizes(
+        source_kind=source.traits.kind,
+        tensors=len(catalog),
+        tied=layout.tied,
+        source_nbytes=catalog.storages_nbytes,
+        target_nbytes=encoded.head.pack_nbytes,
+        shared_nbytes=layout.shared_nbytes,
+        unused_nbytes=layout.unused_nbytes,
+        repeated_nbytes=layout.repeated_nbytes,
+        padding_nbytes=layout.padding_nbytes,
+        overhead_nbytes=encoded.head.pack_nbytes - layout.region_nbytes,
+        cast_nbytes=layout.cast_nbytes,
+        casts=count_casts(catalog),
+        warnings=(*source.traits.remarks, *warnings_of(catalog, front)),
+    )
+
+
+def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
+    """What the user should know about a pack of these tensors."""
+    warnings = []
+    most = verifier_tensors(front.kind)
+    if len(catalog) > most:
+        warnings.append(
+            f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
+            f"{most}; stream_pack reads it all the same"
+        )
+    if front.kind.says_dim_order:
+        reordered = [catalog.names[row] for row, key, _ in catalog.notes if key == ORDER_NOTE]
+        if reordered:
+            warnings.append(
+                f"{len(reordered)} tensors ({listed(reordered, most=1)}) came from ExecuTorch in another dim order, "
+                "which this .ptd does not record: give the program the .ptd that they came from"
+            )
+    return tuple(warnings)
