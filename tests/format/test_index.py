@@ -242,6 +242,17 @@ def test_what_does_not_hold_is_refused_with_its_rule(changes: dict[str, Any], wo
         decoded(sound(**changes))
 
 
+def test_a_dtype_may_be_listed_twice_or_for_no_tensor() -> None:
+    found = decoded(
+        sound(
+            dtype_names=("float32", "int4", "float32", "bool"),
+            dtype_bits=np.array([32, 4, 32, 8], np.uint16),
+            tensor_dtypes=u8(0, 2, 1, 0),
+        )
+    )
+    assert [found.dtype_name(k) for k in range(4)] == ["float32", "float32", "int4", "float32"]
+
+
 def test_a_large_tensor_has_to_stand_on_a_page() -> None:
     alignment = Alignment(small=256, large=16384, large_nbytes=5000)
     decoded(sound(alignment=alignment))

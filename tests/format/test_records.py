@@ -106,6 +106,12 @@ def test_a_header_that_would_not_fit_into_its_gap_is_refused(nbytes: int, more: 
         decode_header(FT01 + struct.pack("<IQQQQ", nbytes, more, 100, 16384, 0) + bytes(8))
 
 
+@pytest.mark.parametrize(("nbytes", "more"), [(40, 48), (40, 40), (48, 48), (40, 64)])
+def test_a_longer_header_of_a_ptd_is_read(nbytes: int, more: int) -> None:
+    data = FT01 + struct.pack("<IQQQQ", nbytes, more, 100, 16384, 32768) + bytes(8)
+    assert decode_header(data) == Header(KINDS["ptd"], 16384, 32768, 0, more + 100)
+
+
 def test_locator_and_footer_are_the_bytes_of_the_format() -> None:
     assert (
         Locator(index_file_offset=1, index_nbytes=2, pack_nbytes=3, checksum=4).encode() == LOCATOR
