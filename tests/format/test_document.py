@@ -178,7 +178,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "dtypes": "256",
         "graph, index": "below 2³¹ bytes each",
         "R of kind `xnnpack`": "2³² − 1",
-        "R, bytes in front of the region": "2³³",
+        "R, bytes before the region": "2³³",
         "locator, footer": "4096 bytes each",
         "block": "2¹² to 2³⁰ bytes",
         "alignment": "16 to 2³⁰ bytes",
