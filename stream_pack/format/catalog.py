@@ -1,7 +1,7 @@
 """What a source holds, before any of its bytes are read.
 
 A catalog is columns: tensor ``k`` is row ``k`` of each.  It names the *storage* that a tensor's
-bytes lie in and where in it they start; what a storage is, only its source knows.  Tensors in a
+bytes are in and where in it they start; what a storage is, only its source knows.  Tensors in a
 catalog are contiguous, row-major and little-endian: where the source has to gather, swap or resolve
 to make them so, the result counts as a storage of its own (a *derived* storage), and equal
 transformations of equal bytes are one derived storage.  So the sharing rule needs nothing but
@@ -28,7 +28,7 @@ __all__ = ["Catalog", "CatalogBuilder", "tensor_nbytes"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalog:
-    """What tensors there are, in the order in which they shall stand in the pack.
+    """What tensors there are, in the order of the pack.
 
     Shapes: ``names``, ``dtypes`` (numbers in :data:`stream_pack.format.dtypes.DTYPES`), ``dims``,
     ``nbytes``, ``storages``, ``starts``: one entry a tensor.
@@ -134,7 +134,7 @@ class CatalogBuilder:
             name.encode()
         except UnicodeEncodeError:
             raise SourceError(
-                f"tensor name {quoted(name)} holds a lone surrogate, which no UTF-8 text can: rename it"
+                f"tensor name {quoted(name)} has a lone surrogate, which UTF-8 cannot encode: rename it"
             ) from None
         if len(shape) > MAX_RANK:
             raise LimitError(

@@ -16,7 +16,7 @@ __all__ = ["BITS", "BY_NAME", "BY_SAFETENSORS", "BY_TORCH", "DTYPES", "Dtype"]
 class Dtype:
     """An element type.
 
-    ``name`` is what stands in the index: torch's name, but for the packed four-bit types, where the
+    ``name`` is the name in the index: torch's name, but for the packed four-bit types, where the
     index counts elements and torch (``float4_e2m1fn_x2``) counts pairs. ``bits`` per element.
     ``swap_nbytes`` is the unit whose bytes a big-endian source reverses: the element, or for
     complex numbers each half. ``numpy`` is the NumPy type of the same bytes, None where NumPy has

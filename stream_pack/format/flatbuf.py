@@ -1,4 +1,4 @@
-"""Reading flatbuffers that somebody else may have forged.
+"""Reading flatbuffers that may have been forged.
 
 The flatbuffers package trusts every offset.  Here each one is checked before it is followed,
 vectors come back as NumPy arrays in place, and nothing recurses.  :class:`Table` reads one table,
@@ -28,7 +28,7 @@ class Table:
     """A table at ``position`` of ``data``.
 
     ``what`` names it in errors.  Lifetime: arrays that come from it are views of ``data``.
-    Raises (every method): FormatError when an offset leads out of ``data``.
+    Raises (every method): FormatError when an offset points outside ``data``.
     """
 
     def __init__(self, data: memoryview, position: int, what: str) -> None:
@@ -51,7 +51,8 @@ class Table:
 
     def _broken(self, position: int) -> FormatError:
         return FormatError(
-            f"{self.what} is broken: byte {position} of its flatbuffer of {len(self.data)} bytes leads outside"
+            f"{self.what} is broken: what starts at byte {position} does not fit into its flatbuffer of "
+            f"{len(self.data)} bytes"
         )
 
     def _read(self, format: str, position: int) -> int:
@@ -79,7 +80,7 @@ class Table:
         return None if position is None else position + self._read("<I", position)
 
     def vector_position(self, slot: int, itemsize: int) -> tuple[int, int] | None:
-        """Where the first element of a vector stands, and how many there are; None when the field
+        """Where the first element of a vector is, and how many there are; None when the field
         is absent."""
         position = self._follow(slot)
         if position is None:
@@ -113,9 +114,7 @@ class Table:
         """The texts of a vector of at most ``limit`` strings; absent counts as empty."""
         where = self.vector_position(slot, 4)
         if where is not None and where[1] > limit:
-            raise FormatError(
-                f"{self.what} is broken: {where[1]} texts where at most {limit} may stand"
-            )
+            raise FormatError(f"{self.what} is broken: {where[1]} texts, the limit is {limit}")
         texts = []
         total = 0
         for number in range(where[1] if where else 0):
@@ -141,7 +140,7 @@ class Tables:
     """Tables of one kind, one at each of ``positions``.
 
     Every method gives one entry a table.  Memory: about 20 bytes a table, and 100 while a field is read.
-    Raises (every method): FormatError when an offset leads out of ``data``.
+    Raises (every method): FormatError when an offset points outside ``data``.
     """
 
     def __init__(self, data: memoryview, positions: NDArray[np.int64], what: str) -> None:
@@ -173,7 +172,7 @@ class Tables:
         has = self._vtable_nbytes >= entry + 2
         offsets[has] = self._gather(self._vtables[has] + entry, np.dtype("<u2"))
         if ((offsets > 0) & (offsets + nbytes > self._table_nbytes)).any():
-            raise FormatError(f"{self.what} is broken: a field leads out of its table")
+            raise FormatError(f"{self.what} is broken: a field is outside its table")
         offsets = offsets[self._vtable_of]
         return np.where(offsets > 0, self._positions + offsets, 0)
 
@@ -186,7 +185,7 @@ class Tables:
         return values
 
     def targets(self, slot: int) -> NDArray[np.int64]:
-        """Where the vectors, texts or tables stand that ``slot`` refers to; 0 for absent ones."""
+        """The positions of the vectors, texts or tables that ``slot`` refers to; 0 for absent ones."""
         fields = self._fields(slot, 4)
         present = fields > 0
         fields[present] += self._gather(fields[present], _U4)
@@ -200,11 +199,11 @@ class Tables:
         return Tables(self._raw.data, targets, self.what)
 
     def where(self, rows: NDArray[np.bool_]) -> Tables:
-        """Only these rows."""
+        """The tables of ``rows`` alone."""
         return Tables(self._raw.data, self._positions[rows], self.what)
 
     def children(self, slot: int) -> tuple[NDArray[np.int64], Tables]:
-        """The tables that the vectors in ``slot`` refer to, one after the other: the row of each, and these."""
+        """The tables in the vectors of ``slot``, one after the other: the row that refers to each, and the tables."""
         fields = _elements(*self.spans(slot, 4), 4)
         return fields.rows, Tables.referred(self._raw.data, fields.values, self.what)
 
@@ -222,7 +221,7 @@ class Tables:
             raise FormatError(f"{self.what}: a text at byte {first} is not UTF-8") from None
 
     def spans(self, slot: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the first elements of vectors stand, and how many there are; absent counts as empty.
+        """Where the first elements of vectors are, and how many there are; absent counts as empty.
 
         Raises: FormatError also when vectors share bytes so that together they exceed ``data``, which would make a
         small file take large memory.
@@ -234,7 +233,7 @@ class Tables:
         firsts = targets + 4
         if (firsts + counts * itemsize)[present].max(initial=0) > len(self._raw):
             raise FormatError(
-                f"{self.what} is broken: a vector leads out of its {len(self._raw)} bytes"
+                f"{self.what} is broken: a vector ends after its {len(self._raw)} bytes"
             )
         if int(counts.sum()) * itemsize > len(self._raw):
             raise FormatError(
@@ -275,7 +274,7 @@ def gather(
     if len(positions) == 0:
         return np.empty(0, dtype)
     if int(positions.min()) < 0 or int(positions.max()) > len(raw) - dtype.itemsize:
-        raise FormatError(f"{what} is broken: an offset leads out of its {len(raw)} bytes")
+        raise FormatError(f"{what} is broken: an offset points outside its {len(raw)} bytes")
     scalars: NDArray[_I] = raw[positions[:, None] + np.arange(dtype.itemsize)].view(dtype)
     return scalars.reshape(-1)
 

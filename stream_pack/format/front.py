@@ -43,7 +43,7 @@ class Front:
     """A header, and what makes the flatbuffer beside it.
 
     ``encode`` is called once, when the layout is known.  What it returns must say of every tensor of the index what
-    docs/FORMAT.md has it say, in section 4; what else it says is its own affair.  It may raise LimitError and
+    docs/FORMAT.md has it say, in section 4; it may say more.  It may raise LimitError and
     SourceError.
     """
 

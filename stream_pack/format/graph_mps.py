@@ -56,7 +56,7 @@ class GraphValues:
 
 
 def expected_values(index: Index) -> GraphValues:
-    """What the graph in front of ``index`` must say of its tensors (ids: their own numbers)."""
+    """What the graph before ``index`` must say about its tensors (ids: their own numbers)."""
     dims = index.ragged_dims
     table = [DTYPES[BY_NAME[n]].mps if n in BY_NAME else INVALID for n in index.dtype_names]
     datatypes = np.array(table, np.int16)[index.tensor_dtypes]
@@ -141,7 +141,7 @@ def constant_ids(data: memoryview) -> NDArray[np.int32]:
 
 
 def _ids_and_values(data: memoryview) -> tuple[NDArray[np.int32], int]:
-    """The constant ids, and where the offsets of the values stand."""
+    """The constant ids, and where the offsets of the values are."""
     root = root_table(data, IDENTIFIER, _WHAT)
     ids = root.vector(_CONSTANT_IDS, np.int32)
     where = root.vector_position(_MPS_VALUES, 4)
@@ -154,13 +154,13 @@ def _ids_and_values(data: memoryview) -> tuple[NDArray[np.int32], int]:
 
 
 def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
-    """The constants of the MPSGraph in ``data``, whoever wrote it; no region bound is checked.
+    """The constants of the MPSGraph in ``data``, written by any tool; no region bound is checked.
 
     ``most``: how many of them to decode, from the first on; by default all.  A graph may list far more than its reader
     wants, and 20 times its bytes are needed to decode them.
 
     Vectorised: about a second a million values.
-    Raises: FormatError when an offset leads out of ``data``, or an id out of the values.
+    Raises: FormatError when an offset points outside ``data``, or an id outside the values.
     """
     ids, first = _ids_and_values(data)
     ids = ids[:most]
@@ -176,9 +176,9 @@ def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
 
 
 def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
-    """Of which tensors of ``index`` the graph says something else.
+    """Which tensors of ``index`` the graph describes otherwise.
 
-    Raises: FormatError when it is no MPSGraph, or has fewer constants than there are tensors.
+    Raises: FormatError when it is not an MPSGraph, or has fewer constants than there are tensors.
     """
     found, wanted = decode(data, most=len(index)), expected_values(index)
     if len(found.ids) < len(index):

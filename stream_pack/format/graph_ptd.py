@@ -34,7 +34,7 @@ _NO_TYPE = -1
 class FlatTensor:
     """Segments and named data, as columns.
 
-    Segment ``s`` has ``segment_nbytes[s]`` bytes from ``segment_offsets[s]`` on.  Entry ``k`` of the named data lies in
+    Segment ``s`` has ``segment_nbytes[s]`` bytes from ``segment_offsets[s]`` on.  Entry ``k`` of the named data is in
     the segment ``segments[k]``, and is called :meth:`key`.  Where ``has_layout``, it is a tensor: of the ScalarType
     ``scalar_types[k]``, with row ``k`` of ``dims`` and of ``dim_order``, which are equally long.
 
@@ -58,7 +58,7 @@ class FlatTensor:
         return len(self.segments)
 
     def key_bytes(self, entry: int) -> bytes:
-        """The key of an entry, UTF-8 if it is sound."""
+        """The key of an entry, UTF-8 in a valid file."""
         begin = int(self.key_begins[entry])
         return bytes(self.data[begin : begin + int(self.key_nbytes[entry])])
 
@@ -167,8 +167,8 @@ def _refuse_nul(index: Index) -> None:
     if len(nul):
         name = index.name(int(np.searchsorted(index.name_ends, nul[0], side="right")))
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)}: its name has a NUL, where ExecuTorch ends the names of a .ptd, so that it would "
-            "be taken for another tensor; rename it",
+            f"tensor {quoted(name)}: its name has a NUL, at which ExecuTorch ends names in a .ptd, so that it would be "
+            "mistaken for another tensor; rename it",
             tensor=name,
         )
 
@@ -177,14 +177,14 @@ _I1, _I4, _U1, _U4, _U8 = map(np.dtype, ("i1", "<i4", "u1", "<u4", "<u8"))
 
 
 def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
-    """The FlatTensor in ``data``, whoever wrote it; no region bound is checked.
+    """The FlatTensor in ``data``, written by any tool; no region bound is checked.
 
-    ``data`` is what stands in the file from its first byte to the flatbuffer's end (``Header.graph_nbytes`` bytes), or
+    ``data`` is the file from its first byte to the flatbuffer's end (``Header.graph_nbytes`` bytes), or
     a flatbuffer without a header.
     ``most``: how many named data to decode, from the first on; by default all.
 
-    Vectorised.  Raises: FormatError when an offset leads out of ``data``, named data to a segment that is not there, or
-    a layout has not as many places in its dim order as it has sizes.
+    Vectorised.  Raises: FormatError when an offset points outside ``data``, named data to a segment that is not there,
+    or a layout has not as many places in its dim order as it has sizes.
     """
     root = root_table(data, IDENTIFIER, _WHAT)
     segments = root.tables(1)
@@ -192,7 +192,7 @@ def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
     numbers = named.scalars(1, _U4)
     if len(numbers) and int(numbers.max()) >= len(segments):
         raise FormatError(
-            f"{_WHAT} is broken: named data lie in segment {int(numbers.max())} of {len(segments)}"
+            f"{_WHAT} is broken: named data are in segment {int(numbers.max())} of {len(segments)}"
         )
     key_begins, key_nbytes = named.spans(0, 1)
     has_layout = named.targets(2) > 0
@@ -221,9 +221,9 @@ def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
 
 
 def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
-    """Of which tensors of ``index`` the flatbuffer says something else.
+    """Which tensors of ``index`` the flatbuffer describes otherwise.
 
-    Raises: FormatError when it is no FlatTensor, or has another number of names than there are tensors.
+    Raises: FormatError when it is not a FlatTensor, or has another number of names than there are tensors.
     """
     found, wanted = decode(data, most=len(index) + 1), _wanted(index)
     if len(found) != len(index):
@@ -244,7 +244,7 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
 
 # Source: ExecuTorch 1.4.1, extension/flat_tensor/serialize/serialize.py, which puts this header into the flatbuffer,
 # after its identifier.  Little-endian:
-#   0 u32 root table   4 4s identifier   8 4s magic   12 u32 nbytes of the header   16 u64 where the flatbuffer goes on
+#   0 u32 root table   4 4s identifier   8 4s magic   12 u32 nbytes of the header   16 u64 bytes inserted
 #   24 u64 graph nbytes   32 u64 region file offset   40 u64 region nbytes   48 8s zero;   the rest of the graph follows
 _HEADER = struct.Struct("<I8sIQQQQ8s")
 _HEADER_NBYTES = 40
@@ -257,8 +257,8 @@ def _unpack(data: bytes) -> Header:
     _, _, nbytes, more, graph_nbytes, region, region_nbytes, _ = _HEADER.unpack_from(data)
     if nbytes < _HEADER_NBYTES or more < nbytes:
         raise FormatError(
-            f"the header claims {nbytes} bytes, and that its flatbuffer goes on {more} bytes later: expected at "
-            f"least {_HEADER_NBYTES}, and no less than that"
+            f"the header claims {nbytes} bytes, and {more} bytes inserted into its flatbuffer: expected at least "
+            f"{_HEADER_NBYTES}, and at least as many inserted"
         )
     return Header(KIND, region, region_nbytes, 0, more + graph_nbytes)
 

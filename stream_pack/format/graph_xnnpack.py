@@ -35,10 +35,10 @@ IDENTIFIERS = (b"XN01", b"XN00")
 """The one written by ExecuTorch for delegates, and that of the same tables in its runtime's schema."""
 
 BY_KEY = 2**64 - 1
-"""The offset of a constant that lies elsewhere: in the program's named data, under its key."""
+"""The offset of a constant that is not in the payload, but in the program's named data, under its key."""
 
 DTYPE_NAMES: dict[int, str] = {
-    # XNNDatatype: the dtype whose elements lie in the payload; quantized ones as the integers they are
+    # XNNDatatype: the dtype of the elements in the payload; quantized ones as the integers they are
     1: "float32",
     2: "float16",
     3: "int8",  # qint8
@@ -47,7 +47,7 @@ DTYPE_NAMES: dict[int, str] = {
     6: "int8",  # qcint8
     7: "int32",  # qcint32
     8: "uint4",  # qcint4: stored with 8 added
-    10: "uint4",  # qbint4: likewise
+    10: "uint4",  # qbint4: stored with 8 added
     12: "int32",
     14: "bfloat16",
 }
@@ -74,7 +74,7 @@ class XnnValues:
 class XnnGraph:
     """The constants of a graph, as columns.  Entry 0 is reserved, and refers to nothing.
 
-    ``offsets`` of :data:`BY_KEY` stand for a constant that has a key instead.
+    An offset of :data:`BY_KEY` marks a constant that has a key instead.
 
     Units: bytes; ``offsets`` count from the region's first byte.
     Lifetime: keeps the flatbuffer, from which keys are read when asked for.
@@ -138,11 +138,11 @@ _UNION = np.dtype("u1")
 
 
 def decode(data: memoryview, *, most: int | None = None) -> XnnGraph:
-    """The constants of the XNNGraph in ``data``, whoever wrote it; no region bound is checked.
+    """The constants of the XNNGraph in ``data``, written by any tool; no region bound is checked.
 
     ``most``: how many constants to decode, the reserved one included, and no values then; by default all.
 
-    Vectorised.  Raises: FormatError when an offset leads out of ``data``, or a value to a constant that is not there.
+    Vectorised.  Raises: FormatError when an offset points outside ``data``, or a value refers to a missing constant.
     """
     root = root_table(data, IDENTIFIERS, _WHAT)
     constants = root.tables(8, most=most)
@@ -198,7 +198,7 @@ def _tensors(tensors: Tables) -> tuple[NDArray[np.integer], ...]:
 
 
 def _scales(tables: Tables, slot: int, datatype: int) -> tuple[NDArray[np.integer], ...]:
-    """The same of the scales that quantization parameters refer to from ``slot`` on."""
+    """Constant, datatype, num_dims, rank, dims of the scales that quantization parameters refer to from ``slot`` on."""
     one = np.ones(len(tables), np.int64)
     return (
         tables.scalars(slot, _U4),
@@ -210,9 +210,9 @@ def _scales(tables: Tables, slot: int, datatype: int) -> tuple[NDArray[np.intege
 
 
 def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
-    """Of which tensors of ``index`` the graph says something else.
+    """Which tensors of ``index`` the graph describes otherwise.
 
-    Raises: FormatError when it is no XNNGraph, or has fewer constants than there are tensors.
+    Raises: FormatError when it is not an XNNGraph, or has fewer constants than there are tensors.
     """
     found = decode(data, most=1 + len(index))
     if len(found.offsets) < 1 + len(index):
@@ -241,9 +241,9 @@ def _unpack(data: bytes) -> Header:
 def _pack(graph: bytes, region_file_offset: int, region_nbytes: int) -> tuple[bytes, bytes]:
     if region_file_offset > MAX_XNNPACK_REGION_FILE_OFFSET:
         raise LimitError(
-            f"graph and index take {region_file_offset} bytes in front of the tensors: the header of an XNNPACK "
-            f"payload has 32 bits for that, at most {MAX_XNNPACK_REGION_FILE_OFFSET}; fewer tensors, shorter "
-            "metadata, a smaller alignment, or another kind of head",
+            f"graph and index take {region_file_offset} bytes before the tensors: the header of an XNNPACK payload "
+            f"has 32 bits for that, at most {MAX_XNNPACK_REGION_FILE_OFFSET}; pack fewer tensors, shorter metadata, a "
+            "smaller alignment, or for another delegate (to=)",
             value=region_file_offset,
             limit=MAX_XNNPACK_REGION_FILE_OFFSET,
         )

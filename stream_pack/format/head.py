@@ -1,4 +1,4 @@
-"""The head: header, graph, index and locator together, everything in front of the region.
+"""The head: header, graph, index and locator together, everything before the region.
 
 :func:`encode_head` makes it from a layout before the first data byte is known; :func:`decode_head` reads and
 proves it, from the same bytes a file or a pipe delivers.  Source: docs/FORMAT.md, "The file".
@@ -40,7 +40,7 @@ INDEX_ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """What stands in front of a region, validated.
+    """What is before a region, validated.
 
     ``graph_end`` is where the graph ends at the latest: exactly there, but for ``mps``, whose header does not say it.
 
@@ -128,13 +128,13 @@ def check_region(found: Header) -> None:
     smallest = found.kind.header_nbytes + LOCATOR_NBYTES
     if not smallest <= offset <= MAX_HEAD_NBYTES or nbytes > MAX_NBYTES:
         raise FormatError(
-            f"the header places the region at byte {offset} with {nbytes} bytes, which no pack has; "
+            f"the header places the region at byte {offset} with {nbytes} bytes, which is impossible in a pack; "
             "the file is damaged or not a pack"
         )
 
 
 def decode_head(data: memoryview) -> Head:
-    """Read and validate a head; ``data`` is exactly the bytes in front of the region.
+    """Read and validate a head; ``data`` is exactly the bytes before the region.
 
     Copies: none; the index's columns are views of ``data``.
     Raises: FormatError, NewerVersionError, ChecksumError.
@@ -197,7 +197,7 @@ def decode_head(data: memoryview) -> Head:
 
 
 def _graph_end(found: Header, index_file_offset: int) -> int:
-    """Where the graph ends; it stands where it must, and in front of the index."""
+    """Where the graph ends; it is where it must be, and before the index."""
     begin = found.graph_file_offset
     if found.graph_nbytes is None:
         return index_file_offset

@@ -1,8 +1,8 @@
-"""The index: what tensors a pack holds and where their bytes lie, as columns.
+"""The index: what tensors a pack holds and where their bytes are, as columns.
 
 One value, :class:`Index`, with :func:`encode_index` and :func:`decode_index`.  Decoding validates every bound
 before a single view can exist, in vectorised steps (about 0.1 microseconds a tensor).  What only
-``verify`` proves - names sorted and unique, blocks as they were written - is not looked at here.
+``verify`` proves (names sorted and unique, blocks intact) is not checked here.
 Source: docs/FORMAT.md, "Index".
 """
 
@@ -352,23 +352,23 @@ def _check_ends(rows: Ragged[Any], count: int, what: str) -> None:
     """There are ``count`` rows, and all values belong to them."""
     ends, total = rows.ends, len(rows.values)
     _require(len(ends) == count, f"{count} ends of {what}, found {len(ends)}")
-    _require(bool((ends[1:] >= ends[:-1]).all()), f"ends of {what} that ascend")
+    _require(bool((ends[1:] >= ends[:-1]).all()), f"ascending ends of {what}")
     _require((int(ends[-1]) if count else 0) == total, f"ends of {what} that end at {total}")
 
 
 def _check_dtypes(index: Index) -> None:
     names = index.dtype_names
-    _require(len(index.dtype_bits) == len(names), "one number of bits a dtype")
+    _require(len(index.dtype_bits) == len(names), "one number of bits per dtype")
     for name, bits in zip(names, index.dtype_bits.tolist()):
         known = BITS[BY_NAME[name]] if name in BY_NAME else max(1, bits)
         _require(bits == known, f"{known} bits for the dtype {quoted(name)}, found {bits}")
-    _require(len(index.tensor_dtypes) == len(index), "one dtype a tensor")
+    _require(len(index.tensor_dtypes) == len(index), "one dtype per tensor")
     _require(bool((index.tensor_dtypes < len(names)).all()), "dtype numbers within the table")
 
 
 def _check_buffers(index: Index, region_nbytes: int) -> None:
     offsets, nbytes = index.buffer_offsets, index.buffer_nbytes
-    _require(len(offsets) == len(nbytes), "an offset and a length a buffer")
+    _require(len(offsets) == len(nbytes), "one offset and one length per buffer")
     _require(bool((nbytes > 0).all()), "buffers of at least one byte")
     # Never offset + nbytes: that sum may wrap.
     _require(
@@ -382,7 +382,7 @@ def _check_buffers(index: Index, region_nbytes: int) -> None:
 
 
 def _check_places(index: Index) -> None:
-    _require(len(index.tensor_starts) == len(index), "one start a tensor")
+    _require(len(index.tensor_starts) == len(index), "one start per tensor")
     held = index.tensor_buffers != NO_BUFFER
     _require(
         bool((held == (index.tensor_nbytes > 0)).all()),
@@ -408,7 +408,7 @@ def _check_names(index: Index) -> None:
     _check_ends(index.ragged_names, len(index), "names")
     _check_text(index.ragged_names, "names")
     order = index.name_order
-    _require(len(order) == len(index), "one place in the name order a tensor")
+    _require(len(order) == len(index), "one entry of the name order per tensor")
     _require(
         len(order) == 0
         or (
@@ -426,14 +426,14 @@ def _check_notes(index: Index) -> None:
     _require(
         bool(((tensors < len(index)) | (tensors == PACK_NOTE)).all())
         and bool((tensors[1:] >= tensors[:-1]).all()),
-        "notes sorted by existing tensors",
+        "notes sorted by tensor, of existing tensors",
     )
 
 
 def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[np.int64]:
     """Lengths from dtypes and dims, after proving that no product leaves 63 bits."""
     begins, ranks = dims.begins, dims.lengths
-    _require(not len(ranks) or int(ranks.max()) <= MAX_RANK, f"at most {MAX_RANK} dims a tensor")
+    _require(not len(ranks) or int(ranks.max()) <= MAX_RANK, f"at most {MAX_RANK} dims per tensor")
     nbits = bits.astype(np.int64)
     nbytes = np.zeros(len(bits), np.int64)
     # Rank by rank: np.multiply.reduceat is wrong for empty slices, which rank 0 has.
@@ -468,4 +468,4 @@ def _check_text(rows: Ragged[np.uint8], what: str) -> None:
     except UnicodeDecodeError:
         raise FormatError(f"the index is broken: expected {what} in UTF-8") from None
     inner = ends[ends < len(text)]
-    _require(not ((text[inner] & 0xC0) == 0x80).any(), f"{what} that end between characters")
+    _require(not ((text[inner] & 0xC0) == 0x80).any(), f"{what} with no end inside a character")

@@ -1,7 +1,7 @@
-"""The plan: a pure function from what there is to where it goes.
+"""The plan: a pure function from the tensors there are to their places in the pack.
 
 :func:`plan` decides which tensors share bytes, which bytes of the source are used, where every
-buffer stands, and checks every limit; no byte of tensor data is looked at.  Source: docs/FORMAT.md,
+buffer is, and checks every limit; it reads no tensor data.  Source: docs/FORMAT.md,
 "Tensors and buffers".
 """
 
@@ -25,12 +25,12 @@ __all__ = ["Layout", "Policy", "plan"]
 
 MAX_BLOWUP = 4
 BLOWUP_FLOOR_NBYTES = 1 << 20
-"""Below this much output nothing is called a blow-up: five copies of two numbers harm nobody."""
+"""Below this much output nothing counts as a blow-up: five copies of two numbers are harmless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The choices of whoever writes the pack.
+    """The choices of the writer.
 
     ``allow_blowup`` permits output above four times the source bytes it is made from (expanded
     tensors, many overlapping views).  Raises: LimitError for a bad ``block_nbytes``.
@@ -46,7 +46,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Where everything goes.
+    """The place of everything.
 
     ``index`` and ``region_nbytes`` are what the file will say.  Buffer ``b`` of the index is filled
     with the bytes from ``buffer_starts[b]`` on of the source's storage ``buffer_storages[b]``.
@@ -166,7 +166,7 @@ def _check_total(buffer_nbytes: NDArray[np.int64], alignment: Alignment) -> None
     )
     if rough > MAX_NBYTES:
         raise LimitError(
-            f"the tensors come to about {rough:.3g} bytes: the limit of a pack is 2**62",
+            f"the tensors have about {rough:.3g} bytes: the limit of a pack is 2**62",
             limit=MAX_NBYTES,
         )
 
@@ -176,8 +176,7 @@ def _place(nbytes: NDArray[np.int64], alignment: Alignment) -> tuple[NDArray[np.
     buffer's end."""
     if len(nbytes) == 0:
         return np.empty(0, np.int64), 0
-    # Runs begin at large buffers.  Inside a run everything is a sum of small multiples; runs begin
-    # at large ones.
+    # A run begins at each large buffer.  Inside a run all offsets are multiples of the small alignment.
     large = nbytes >= alignment.large_nbytes
     run = np.cumsum(large)
     taken = np.cumsum(align_up(nbytes, alignment.small))
@@ -198,9 +197,9 @@ def _hosts(
     alignment: Alignment,
 ) -> NDArray[np.int64]:
     """For each range, the range whose bytes it has: itself, an equal one, or the longest that it
-    may lie inside.
+    may be inside.
 
-    A range may lie inside another if it starts there at a multiple of its own alignment.  Ties go
+    A range may be inside another if it starts there at a multiple of its own alignment.  Ties go
     to the first.  Containment at such starts is transitive (a longer range has no smaller
     alignment), so a host is always its own host.
     """
@@ -210,7 +209,7 @@ def _hosts(
         return hosts
     ends = starts + nbytes
     # By storage, then start, then longest first, then catalog order: whatever contains a range
-    # stands before it.
+    # precedes it.
     order = np.lexsort((hosts, -ends, starts, storages))
     storage, start, end = storages[order], starts[order], ends[order]
     first = np.ones(count, bool)
@@ -240,7 +239,7 @@ def _cluster_hosts(
     alignment: Alignment,
 ) -> NDArray[np.int64]:
     """:func:`_hosts` for ranges sorted by start, then longest first, then catalog order."""
-    # Equal ranges are neighbours: the first of them stands for all.
+    # Equal ranges are neighbours: the first represents all.
     leads = np.ones(len(starts), bool)
     leads[1:] = (starts[1:] != starts[:-1]) | (ends[1:] != ends[:-1])
     lead_rows = np.flatnonzero(leads)

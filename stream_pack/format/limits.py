@@ -33,11 +33,11 @@ MAX_FLATBUFFER_NBYTES = 2**31 - 1
 """Bytes of a flatbuffer: offsets to vtables are signed 32-bit."""
 
 MAX_HEAD_NBYTES = 8 << 30
-"""Bytes in front of the region: two flatbuffers and one alignment of 1 GiB need 5 GiB at most.  A
+"""Bytes before the region: two flatbuffers and one alignment of 1 GiB need 5 GiB at most.  A
 larger head would only keep its reader busy hashing."""
 
 MAX_XNNPACK_REGION_FILE_OFFSET = 2**32 - 1
-"""The last place for a region behind the header of an XNNPACK payload, which says it with a u32."""
+"""The last file offset of a region in an XNNPACK payload, whose header has a u32 for it."""
 
 VERIFIER_TABLES = 1_000_000
 """Tables above which C++ verifiers with default limits refuse a flatbuffer."""

@@ -1,7 +1,7 @@
 """Locator and footer: the two records that are read from their end.
 
 The last 16 bytes of either never change: u32 record nbytes, u32 version, 8-byte magic.  Before them
-stand u64 fields, the checksum last.  A later minor change adds fields at the front, so known fields
+are u64 fields, the checksum last.  A later minor change adds fields at the front, so known fields
 keep their distance from the end; a change of meaning raises the version, and a reader refuses one
 above its own.
 """

@@ -1,7 +1,7 @@
-"""What a file is, from its first bytes: what we read ourselves, and what people hand us by mistake.
+"""What a file is, from its first bytes: what this package reads, and what it is given by mistake.
 
-Pure: bytes in, a :class:`Kind` or a line of text out.  A kind is a guess at what the bytes *claim* to be; whoever reads
-them proves it.
+Pure: bytes in, a :class:`Kind` or a line of text out.  A kind is a guess at what the bytes *claim* to be; the reader
+proves it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from stream_pack.format.front import KINDS
 __all__ = ["CHECKPOINTS", "SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
 
 SNIFF_NBYTES = 512
-"""Bytes that are looked at: one block of a tar archive, whose magic stands at 257."""
+"""Bytes that are looked at: one block of a tar archive, whose magic is at 257."""
 
 
 class Kind(enum.Enum):
@@ -28,14 +28,14 @@ class Kind(enum.Enum):
     GGUF = "GGUF"
     # Other forms of weights.
     TORCH_SCRIPT = "TorchScript"
-    TORCH_EXPORT = "exported program"
+    TORCH_EXPORT = "torch.export program"
     PICKLE = "pickle"
     NPZ = "NumPy archive"
     NPY = "NumPy array"
     HDF5 = "HDF5"
     PTE = "ExecuTorch program"
     PTD = "ExecuTorch data"
-    # Wrappings.
+    # Containers and compression.
     ZIP = "zip"
     TAR = "tar"
     GZIP = "gzip"
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
     XZ = "xz"
     BZIP2 = "bzip2"
     LZ4 = "lz4"
-    # Mishaps.
+    # Common mistakes.
     EMPTY = "empty"
     ZEROS = "zeros"
     HTML = "HTML"
@@ -63,7 +63,7 @@ _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
     (4, b"1AY&SY", Kind.BZIP2),  # after "BZh" and a digit; a text may begin like those
     (0, b"\x04\x22\x4d\x18", Kind.LZ4),
     (0, b"PK\5\6", Kind.ZIP),  # an archive of no files
-    # Flatbuffers carry their identifier, two letters and a two-digit version, behind the root's offset.
+    # Flatbuffers carry their identifier, two letters and a two-digit version, after the root's offset.
     (4, b"ET12", Kind.PTE),
     (4, b"FT01", Kind.PTD),  # a pack of that kind too: the reader tells them apart
     *((kind.magic_at, kind.magic, Kind.PACK) for kind in KINDS.values()),
@@ -103,8 +103,8 @@ _ADVICE: dict[Kind, str] = {
     Kind.SAFETENSORS: "a safetensors file",
     Kind.TORCH_LEGACY: "a checkpoint of torch.save in its format before 1.6",
     Kind.TORCH_SCRIPT: "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()",
-    Kind.TORCH_EXPORT: "an exported program (.pt2): load it with torch.export.load and save its state_dict",
-    Kind.PICKLE: "a bare pickle, which torch.save did not write: load it where it is trusted and save its tensors "
+    Kind.TORCH_EXPORT: "a torch.export program (.pt2): load it with torch.export.load and save its state_dict",
+    Kind.PICKLE: "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors "
     "with torch.save",
     Kind.NPZ: "a NumPy archive (.npz): give its arrays to save_file",
     Kind.NPY: "a NumPy array (.npy), which has no name: give it to save_file",
@@ -202,9 +202,8 @@ def _zip_kind(entry: str) -> Kind:
     if record.startswith(("data/weights/", "data/constants/", "models/", "archive_")):
         return Kind.TORCH_EXPORT
     if not record and entry.endswith("/"):
-        return (
-            Kind.TORCH_ZIP
-        )  # an unpacked archive that was zipped again, its folder first; or anything else
+        # An unpacked archive that was zipped again, its folder first; or anything else.
+        return Kind.TORCH_ZIP
     # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
     # was zipped again in another order.
     return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP

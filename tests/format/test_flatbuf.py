@@ -212,7 +212,7 @@ def test_a_field_behind_the_end_of_its_table_is_refused() -> None:
     _, nbytes, number = struct.unpack_from("<HHH", data, vtable)
     assert number + 8 == nbytes
     struct.pack_into("<H", data, vtable + 2, nbytes - 1)
-    with pytest.raises(FormatError, match="a field leads out of its table"):
+    with pytest.raises(FormatError, match="a field is outside its table"):
         tables_of(data).scalars(0, np.dtype("<u8"))
 
 
@@ -223,7 +223,7 @@ def test_a_vector_that_reaches_past_the_end_is_refused_though_all_together_would
     struct.pack_into("<I", data, place, room)
     tables_of(data).spans(1, 4)
     struct.pack_into("<I", data, place, room + 1)
-    with pytest.raises(FormatError, match="a vector leads out"):
+    with pytest.raises(FormatError, match="a vector ends after"):
         tables_of(data).spans(1, 4)
 
 
