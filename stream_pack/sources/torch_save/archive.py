@@ -459,7 +459,7 @@ def _looks_like(names: list[str]) -> str:
     if "constants.pkl" in tails or any(tail.startswith("code/") for tail in tails):
         return "it looks like TorchScript: save the state_dict() of the module instead"
     if any(tail.startswith("data/weights/") or tail == "archive_format" for tail in tails):
-        return "it looks like an exported program (.pt2): save its state_dict instead"
+        return "it looks like a torch.export program (.pt2): save its state_dict instead"
     if all(name.endswith(".npy") for name in names):
         return "it looks like a NumPy archive (.npz)"
     if any(tail.startswith("data/") for tail in tails):

@@ -209,7 +209,7 @@ STORED: list[Case] = [
     packed("partly deflated", twelve, lambda: mixed(parts(), deflated={"data/3", "data/12"})),
     packed("sorted, so that the pickle is not first", twelve, lambda: of_names(sorted(parts(), reverse=True))),
     refused("TorchScript", jit, "TorchScript"),
-    refused("an exported program", exported, "exported program"),
+    refused("a torch.export program", exported, r"torch\.export program"),
     packed("a storage that nothing refers to, full of decoys", twelve, unreferenced),
     packed("zip64 descriptors of small records", twelve, wide_descriptors),
     packed("legacy", twelve, lambda: legacy(twelve())),
