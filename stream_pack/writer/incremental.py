@@ -47,9 +47,9 @@ class Writer:
     """Writes a pack tensor by tensor.
 
     ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each tensor that has bytes: in
-    any order if the target is a path, in the order of ``specs`` if it is a stream.  Leaving the ``with`` block completes
-    the pack, or abandons it if there is an exception; a file is replaced only when the pack is complete.  The options
-    are those of :func:`stream_pack.convert`.
+    any order if the target is a path, in the order of ``specs`` if it is a stream.  Leaving the ``with`` block
+    completes the pack, or abandons it if there is an exception; a file is replaced only when the pack is complete.  The
+    options are those of :func:`stream_pack.convert`.
 
     Copies: none of the chunks given.
     Raises: OptionError; SourceError, LimitError for bad specs; OSError.
