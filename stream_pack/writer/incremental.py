@@ -6,7 +6,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
 from stream_pack.format import dtypes
@@ -20,9 +20,9 @@ from stream_pack.format.layout import plan
 from stream_pack.text import listed, quoted
 from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import PackWriter
-from stream_pack.writer.sink import BinaryWriter, open_sink
+from stream_pack.writer.sink import BinaryWriter, Sink, open_sink
 
-__all__ = ["BytesLike", "Spec", "Specs", "Writer", "chunks_of", "specified"]
+__all__ = ["BytesLike", "Spec", "Specs", "UnfinishedPack", "Writer", "chunks_of", "specified"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -43,7 +43,44 @@ Specs: TypeAlias = "Mapping[str, Spec | tuple[object, Sequence[int]]]"
 """The spec of every tensor by name, in the order of the pack."""
 
 
-class Writer:
+class UnfinishedPack:
+    """A pack whose head is written to ``sink``: what every writer of specified tensors completes or abandons.
+
+    Leaving the ``with`` abandons it, which changes nothing once it is complete.
+    Raises: LimitError; OSError.
+    """
+
+    def __init__(self, sink: Sink, catalog: Catalog, options: ConvertOptions) -> None:
+        self._sink = sink
+        self._closed = False
+        try:
+            layout = plan(catalog, options.policy)
+            self._pack = PackWriter(layout, encode_head(layout, options.front), sink)
+            self._pack.start(reserve=True)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Give up: a target path is left unchanged."""
+        self._closed = True
+        self._sink.abort()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StateError(f"this {type(self).__name__} is closed")
+
+    def __enter__(self: _U) -> _U:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.abandon()
+
+
+_U = TypeVar("_U", bound=UnfinishedPack)
+
+
+class Writer(UnfinishedPack):
     """Writes a pack tensor by tensor.
 
     ``specs`` names every tensor, in the order of the pack.  Call :meth:`write` once for each tensor that has bytes: in
@@ -69,24 +106,11 @@ class Writer:
             to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
         )
         catalog = specified(specs, metadata)
-        self._buffers = {
-            name: number for number, name in enumerate(catalog.names) if catalog.nbytes[number]
-        }
-        self._empty = set(catalog.names) - set(self._buffers)
-        self._sink = open_sink(target)
-        try:
-            layout = plan(catalog, options.policy)
-            self._pack = PackWriter(layout, encode_head(layout, options.front), self._sink)
-            self._pack.start(reserve=True)
-        except BaseException:
-            self._sink.abort()
-            raise
-        tensor_buffers = self._pack.layout.index.tensor_buffers
-        for name, tensor in self._buffers.items():
-            assert tensor_buffers[tensor] != NO_BUFFER
-            self._buffers[name] = int(tensor_buffers[tensor])
-        self._left = dict(self._buffers)  # in the order of specs and of the buffers
-        self._closed = False
+        super().__init__(open_sink(target), catalog, options)
+        buffers = self._pack.head.index.tensor_buffers.tolist()
+        self._buffers: dict[str, int] = dict(zip(catalog.names, buffers))
+        # In the order of specs, which is that of the buffers.
+        self._left = {name: None for name, buffer in self._buffers.items() if buffer != NO_BUFFER}
         self._usable = True
 
     def write(self, name: str, chunks: BytesLike | Iterable[BytesLike]) -> None:
@@ -97,8 +121,7 @@ class Writer:
         SourceError for too few or too many bytes; any error of ``chunks``.  After an error the pack can only be
         abandoned.
         """
-        if self._closed:
-            raise StateError("this Writer is closed")
+        self._require_open()
         self._require_usable()
         buffer = self._take(name)
         self._usable = False
@@ -109,14 +132,15 @@ class Writer:
         if not self._usable:
             raise StateError("an earlier write failed: this pack can only be abandoned")
 
-    def _take(self, name: str) -> int | None:
-        """The buffer of the tensor, if it may be written now; None if it has no bytes."""
-        if name in self._empty:
-            return None
+    def _take(self, name: str) -> int:
+        """The buffer of the tensor, if it may be written now."""
         if name not in self._buffers:
             raise UnknownTensorError(
                 f"no tensor {quoted(name)} in the specs of this Writer", tensor=name
             )
+        buffer = self._buffers[name]
+        if buffer == NO_BUFFER:
+            return buffer
         if name not in self._left:
             raise StateError(f"tensor {quoted(name)} was written before")
         turn = next(iter(self._left))
@@ -124,19 +148,18 @@ class Writer:
             raise StateError(
                 f"tensor {quoted(name)} is out of order: a stream takes {quoted(turn)} next"
             )
-        return self._left.pop(name)
+        del self._left[name]
+        return buffer
 
-    def _write(
-        self, name: str, buffer: int | None, chunks: BytesLike | Iterable[BytesLike]
-    ) -> None:
-        index = self._pack.layout.index
-        expected = 0 if buffer is None else int(index.buffer_nbytes[buffer])
+    def _write(self, name: str, buffer: int, chunks: BytesLike | Iterable[BytesLike]) -> None:
+        buffer_nbytes = self._pack.head.index.buffer_nbytes
+        expected = 0 if buffer == NO_BUFFER else int(buffer_nbytes[buffer])
         given = 0
         for view in chunks_of(chunks):
             given += len(view)
             if given > expected:
                 break
-            if buffer is not None and len(view):
+            if len(view):
                 self._pack.add(buffer, view)
         if given != expected:
             more = "more than " if given > expected else ""
@@ -153,21 +176,11 @@ class Writer:
         if self._closed:
             return
         self._closed = True
-        try:
+        with self._sink:
             self._require_usable()
             if self._left:
                 raise StateError(f"not all tensors were written: {listed(self._left)} missing")
             self._pack.finish()
-        finally:
-            self._sink.abort()
-
-    def abandon(self) -> None:
-        """Give up: a target path is left unchanged."""
-        self._closed = True
-        self._sink.abort()
-
-    def __enter__(self) -> Writer:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if exc[0] is None:

@@ -17,6 +17,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,16 +26,14 @@ from numpy.typing import NDArray
 from stream_pack.errors import SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
-from stream_pack.format.head import Head, encode_head
+from stream_pack.format.head import Head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER, Index
-from stream_pack.format.layout import plan
 from stream_pack.format.proof import START_NBYTES, prove_head, prove_header, prove_reach
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import listed, quoted
-from stream_pack.writer.incremental import BytesLike, Specs, chunks_of, specified
+from stream_pack.writer.incremental import BytesLike, Specs, UnfinishedPack, chunks_of, specified
 from stream_pack.writer.options import ConvertOptions
-from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import FileSink
 from stream_pack.writer.writeback import WritebackFile
 
@@ -59,7 +58,7 @@ class Part:
     checksums: NDArray[np.uint64]
 
 
-class ParallelWriter:
+class ParallelWriter(UnfinishedPack):
     """A pack at ``path``, whose tensors other processes write too; all must see its file system.
 
     ``specs`` and the options are those of :class:`~stream_pack.Writer`, and so are the bytes of the pack: they do not
@@ -82,17 +81,15 @@ class ParallelWriter:
         options = ConvertOptions(
             to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
         )
-        layout = plan(specified(specs, metadata), options.policy)
-        self._sink = FileSink(path)
+        catalog = specified(specs, metadata)
+        sink = FileSink(path)
+        super().__init__(sink, catalog, options)
         try:
-            self._pack = PackWriter(layout, encode_head(layout, options.front), self._sink)
-            self._pack.start(reserve=True)
-            self._sink.sync()  # others read the head, perhaps on other machines
+            sink.sync()  # others read the head, perhaps on other machines
         except BaseException:
-            self._sink.abort()
+            self.abandon()
             raise
-        self.unfinished_path = self._sink.temporary
-        self._closed = False
+        self.unfinished_path = sink.temporary
 
     def commit(self, parts: Iterable[Part]) -> None:
         """Complete the pack from all parts.
@@ -102,24 +99,10 @@ class ParallelWriter:
         Raises: StateError for bytes that are missing or were written twice, naming the tensors, and for a part of
         another pack; the pack is then abandoned.  OSError.
         """
-        if self._closed:
-            raise StateError("this ParallelWriter is closed")
+        self._require_open()
         self._closed = True
-        try:
+        with self._sink:
             self._pack.finish_with(self._checksums(list(parts)).tobytes())
-        finally:
-            self._sink.abort()
-
-    def abandon(self) -> None:
-        """Give up: ``path`` is left unchanged."""
-        self._closed = True
-        self._sink.abort()
-
-    def __enter__(self) -> ParallelWriter:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.abandon()
 
     def _checksums(self, parts: Sequence[Part]) -> NDArray[np.uint64]:
         """The checksums of all blocks, in file order."""
@@ -133,21 +116,16 @@ class ParallelWriter:
             checksums[part.blocks] = part.checksums
             known[part.blocks] = True
         # Opened only now: on a network file system, only a later open sees what other machines have written.
-        stream = ByteStream.open_path(self.unfinished_path)
-        try:
+        with closing(ByteStream.open_path(self.unfinished_path)) as stream:
             for block in np.flatnonzero(~known).tolist():
                 checksums[block] = self._read_back(stream, block)
-        finally:
-            stream.close()
         return checksums
 
     def _read_back(self, stream: ByteStream, block: int) -> int:
-        place = self._pack.head.index.block_range(block)
-        stream.seek(_file_offset(self._pack.head, place.buffer) + place.begin)
-        chunks = stream.chunks(
-            place.end - place.begin, chunk_nbytes=READ_BACK_NBYTES, what="a block read back"
-        )
-        return xxh3(chunks)
+        buffer, _, begin, end = self._pack.head.index.block_range(block)
+        stream.seek(_file_offset(self._pack.head, buffer) + begin)
+        what = "a block read back"
+        return xxh3(stream.chunks(end - begin, chunk_nbytes=READ_BACK_NBYTES, what=what))
 
 
 class PartWriter:
@@ -161,7 +139,7 @@ class PartWriter:
 
     def __init__(self, unfinished_path: str | os.PathLike[str]) -> None:
         self._head = _read_head(unfinished_path)
-        fd = os.open(unfinished_path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(unfinished_path, os.O_WRONLY | os.O_CLOEXEC)
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
         self._output = WritebackFile(fd, name=os.fspath(unfinished_path))
@@ -269,12 +247,9 @@ def _file_offset(head: Head, buffer: int) -> int:
 
 def _check_coverage(index: Index, parts: Sequence[Part]) -> None:
     """Raises: StateError unless the parts hold every byte of every buffer once."""
-    none = np.empty(0, np.int64)
-    buffers = np.concatenate([none, *(part.buffers for part in parts)])
-    begins = np.concatenate([none, *(part.begins for part in parts)])
-    ends = np.concatenate([none, *(part.ends for part in parts)])
-    order = np.lexsort((begins, buffers))
-    buffers, begins, ends = buffers[order], begins[order], ends[order]
+    columns = ((part.buffers, part.begins, part.ends) for part in parts)
+    ranges = np.hstack([np.empty((3, 0), np.int64), *map(np.stack, columns)])
+    buffers, begins, ends = ranges[:, np.lexsort((ranges[1], ranges[0]))]
     twice = np.flatnonzero((buffers[1:] == buffers[:-1]) & (begins[1:] < ends[:-1]))
     if len(twice):
         k = int(twice[0])

@@ -1,7 +1,6 @@
 """Where a pack's bytes go: a new file that replaces its target when complete, or a byte stream.
 
-A sink takes bytes by position.  What nobody puts is zero: a file has a hole there, a stream gets
-the zeros sent.
+A sink takes bytes by position.  What is not put is zero: a file has a hole there, a stream gets the zeros sent.
 """
 
 from __future__ import annotations
@@ -48,6 +47,9 @@ class Sink(abc.ABC):
     in_order: bool
     """Whether positions must ascend."""
 
+    folder: str | None = None
+    """Where temporary files belong: beside the target; None when the target is a stream."""
+
     identity: tuple[int, int] | None = None
     """Device and inode of a regular file that is written in place, None for every other target."""
 
@@ -57,14 +59,8 @@ class Sink(abc.ABC):
         self._end = 0
         self._nbytes = 0
 
-    @property
-    @abc.abstractmethod
-    def folder(self) -> str | None:
-        """Where temporary files belong: beside the target; None when the target is a stream."""
-
     def begin(self, nbytes: int, *, reserve: bool) -> None:
-        """Announce the length of the whole; ``reserve``: fail now rather than after hours if there
-        is no room for it.
+        """Announce the length of the whole; ``reserve``: fail now rather than after hours if there is no room for it.
 
         Raises: OSError (ENOSPC) naming both numbers.
         """
@@ -100,7 +96,7 @@ class Sink(abc.ABC):
 
     @abc.abstractmethod
     def commit(self) -> None:
-        """Everything was put: make it last."""
+        """Everything was put: make it permanent."""
 
     @abc.abstractmethod
     def abort(self) -> None:
@@ -114,24 +110,23 @@ class Sink(abc.ABC):
 
 
 class FileSink(Sink):
-    """A new file beside the target, which replaces it in :meth:`commit`; until then the target
-    stays as it is.
+    """A new file beside the target, which replaces it in :meth:`commit`; until then the target is unchanged.
 
-    A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new
-    file obeys the umask.
-    Lifetime: the temporary file goes with :meth:`abort`, with this object, or when the interpreter
-    ends; only a killed process leaves one, named ``.stream_pack-*.tmp``, which the next one in this folder removes.
-    ``temporary`` is its path until then.
-    Raises: OSError, also when the target is neither absent nor a regular file, or could not be
-    replaced in the end.
+    A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new file obeys the umask.
+    Lifetime: the temporary file is removed by :meth:`abort`, with this object, or when the interpreter ends; only a
+    killed process leaves one, named ``.stream_pack-*.tmp``, which the next one in this folder removes.  ``temporary``
+    is its path until then.
+    Raises: OSError, also when the target is neither absent nor a regular file, or could not be replaced in the end.
     """
 
     in_order = False
+    folder: str
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
         self._path = os.fspath(path)
         self._target = os.path.realpath(self._path)
+        self.folder = os.path.dirname(self._target)
         old = _stat(self._target)
         if old is not None and not stat.S_ISREG(old.st_mode):
             code = errno.EISDIR if stat.S_ISDIR(old.st_mode) else errno.EINVAL
@@ -141,7 +136,7 @@ class FileSink(Sink):
         try:
             self._file, self.temporary = create_temporary(self.folder)
         except OSError as error:
-            # Of the folder's faults, under the name that the caller knows.
+            # An error of the folder, under the name that the caller knows.
             raise OSError(error.errno, error.strerror, self._path) from None
         self._discard = weakref.finalize(self, _discard, self._file, self.temporary)
         self._output = WritebackFile(self._file, name=self._target)
@@ -151,10 +146,6 @@ class FileSink(Sink):
         except BaseException:
             self.abort()
             raise
-
-    @property
-    def folder(self) -> str:
-        return os.path.dirname(self._target)
 
     def begin(self, nbytes: int, *, reserve: bool) -> None:
         super().begin(nbytes, reserve=reserve)
@@ -169,7 +160,7 @@ class FileSink(Sink):
         self._output.write(position, parts)
 
     def sync(self) -> None:
-        """Write what is held and have it on the disk: from here on other machines can read it.  Raises: OSError."""
+        """Flush to the disk: from here on other machines can read what was put.  Raises: OSError."""
         self.flush()
         os.fsync(self._file)
 
@@ -181,7 +172,7 @@ class FileSink(Sink):
             os.replace(self.temporary, self._target)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._path) from None
-        # The name is gone from here on: what is left to discard is the descriptor.
+        # The temporary name no longer exists: what is left to discard is the descriptor.
         self._discard()
         _sync_folder(self.folder)
 
@@ -191,20 +182,19 @@ class FileSink(Sink):
 
 
 class StreamSink(Sink):
-    """A byte stream: a descriptor, or a binary file object.  It is never closed here, and what was
-    sent stays sent."""
+    """A byte stream: a descriptor, or a binary file object.  What was sent stays sent.
+
+    ``owned``: the stream is a descriptor, which :meth:`commit` and :meth:`abort` close; any other is never closed here.
+    """
 
     in_order = True
 
-    def __init__(self, stream: int | BinaryWriter) -> None:
+    def __init__(self, stream: int | BinaryWriter, *, owned: bool = False) -> None:
         super().__init__()
         self._stream = stream
+        self._owned = owned
         self._position = 0
         self.identity = file_identity(stream)
-
-    @property
-    def folder(self) -> None:
-        return None
 
     def put(self, position: int, chunk: Chunk) -> None:
         if position < self._end:
@@ -239,28 +229,13 @@ class StreamSink(Sink):
         self._position = self._nbytes
         if isinstance(self._stream, io.IOBase):
             self._stream.flush()
+        self.abort()  # of an owned descriptor, only to close it
 
     def abort(self) -> None:
         self._parts = []
-
-
-class _OwnedStreamSink(StreamSink):
-    """A device, FIFO or socket that stands under a path: opened, written to, closed, never
-    replaced."""
-
-    def __init__(self, path: str) -> None:
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-        super().__init__(self._descriptor)
-
-    def commit(self) -> None:
-        super().commit()
-        self.abort()
-
-    def abort(self) -> None:
-        super().abort()
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._owned and isinstance(self._stream, int):
+            self._owned = False
+            os.close(self._stream)
 
 
 def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
@@ -271,7 +246,8 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
     if isinstance(target, (str, os.PathLike)):
         old = _stat(os.path.realpath(os.fspath(target)))
         if old is not None and not stat.S_ISREG(old.st_mode) and not stat.S_ISDIR(old.st_mode):
-            return _OwnedStreamSink(os.fspath(target))
+            # A device, FIFO or socket is written to, never replaced.
+            return StreamSink(os.open(target, os.O_WRONLY | os.O_CLOEXEC), owned=True)
         return FileSink(target)
     if isinstance(target, (int, BinaryWriter)):
         return StreamSink(target)
@@ -281,7 +257,7 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
 
 
 def file_identity(file: object) -> tuple[int, int] | None:
-    """Device and inode of the regular file behind a descriptor, a file object or a path; None if there is none."""
+    """Device and inode of the regular file of a descriptor, a file object or a path; None if there is none."""
     try:
         if isinstance(file, (str, bytes, os.PathLike)):
             status = os.stat(file)
@@ -329,10 +305,9 @@ def _keep_owner_and_mode(file: int, old: os.stat_result) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """Make the new name last.
+    """Make the new name permanent, where that is possible: the target is replaced and its bytes are safe already.
 
-    The target is replaced already, so nothing that happens here is an error: a folder that may not be read cannot be
-    synced, and some file systems (SMB, some FUSE ones) sync none.  The file itself is safe in any case.
+    A folder that may not be read cannot be synced, and some file systems (SMB, some FUSE ones) sync none.
     """
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""The unfinished file beside a target: made under a name of its own, and swept when its writer was killed.
+"""The unfinished file beside a target: made under a name of its own, and removed when its writer was killed.
 
-A living writer holds a lock (flock) on its file from the first moment, and the kernel takes that lock away when the
-process ends, however it ends.  So a file of this machine that can be locked has no writer any more.
+A living writer holds a lock (flock) on its file from the start, and the kernel releases that lock when the process
+ends, however it ends.  So a file of this machine that can be locked has no writer any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def create_temporary(folder: str) -> tuple[int, str]:
     files alone.  Raises: OSError.
     """
     # 0o666: the kernel takes the umask off.
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     while True:
         path = os.path.join(folder, f"{_ours()}{os.urandom(8).hex()}{SUFFIX}")
         file = os.open(path, flags, 0o666)
@@ -38,7 +38,7 @@ def create_temporary(folder: str) -> tuple[int, str]:
             with suppress(OSError):
                 os.unlink(path)
             raise
-        os.close(file)  # swept by another process before it was locked: once more
+        os.close(file)  # swept by another process before it was locked: try again
 
 
 def sweep(folder: str) -> None:
@@ -48,14 +48,14 @@ def sweep(folder: str) -> None:
         with os.scandir(folder) as entries:
             left = [e.path for e in entries if e.name.startswith(ours) and e.name.endswith(SUFFIX)]
         for path in left:
-            with suppress(OSError):  # a living writer's, or somebody else's
+            with suppress(OSError):  # it has a living writer, or belongs to another user
                 _remove_if_dead(path)
 
 
 def _remove_if_dead(path: str) -> None:
     """Raises: OSError (BlockingIOError) when the file has a writer, or locks tell nothing here."""
     # Without waiting for a FIFO, and not through a symbolic link: others may write into the folder, too.
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if stat.S_ISREG(os.fstat(file).st_mode):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

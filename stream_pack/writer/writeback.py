@@ -38,7 +38,11 @@ class WritebackFile:
         if begin != last:
             first = begin
         if end - first >= EARLY_NBYTES:
-            _begin_writeback(self._fd, first, end - first)
+            # Linux starts to write dirty pages that are said to be no longer needed, does not wait for them, and drops
+            # only pages that are clean, which these are not yet.  Elsewhere the call is missing, or does less.
+            if hasattr(os, "posix_fadvise"):
+                with suppress(OSError):  # advice: a file system may have no use for it
+                    os.posix_fadvise(self._fd, first, end - first, os.POSIX_FADV_DONTNEED)
             first = end
         self._unsent = (first, end)
 
@@ -55,9 +59,8 @@ def rest_of(parts: Sequence[memoryview], written: int) -> Sequence[memoryview]:
 def write_some(descriptor: int, parts: Sequence[memoryview]) -> int:
     """Write the beginning of ``parts``, as much as the descriptor takes; returns how many bytes that was.
 
-    A descriptor that takes nothing now is waited for: whoever shares the pipe or terminal may have made it
-    non-blocking, as ssh does.
-    Raises: OSError.
+    Waits for a descriptor that takes nothing now: another program that shares the pipe or terminal may have made it
+    non-blocking, as ssh does.  Raises: OSError.
     """
     while True:
         try:
@@ -66,11 +69,3 @@ def write_some(descriptor: int, parts: Sequence[memoryview]) -> int:
             waiting = select.poll()
             waiting.register(descriptor, select.POLLOUT)
             waiting.poll()
-
-
-def _begin_writeback(fd: int, position: int, nbytes: int) -> None:
-    # Linux starts to write dirty pages that are said to be no longer needed, does not wait for them, and drops only
-    # pages that are clean, which these are not yet.  Elsewhere the call is missing, or does less.
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # advice: a file system may have no use for it
-            os.posix_fadvise(fd, position, nbytes, os.POSIX_FADV_DONTNEED)
