@@ -47,7 +47,7 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     if any(map(is_shard_name, names)):
         found.append(("Llama shards", partial(LlamaSource, folder, open_file=open_file)))
     # The metadata alone says which shards are missing.
-    alone = not (found or weights or TYPE_FILE in names)
+    alone = not any((found, weights, TYPE_FILE in names))
     if any(name.endswith(SHARD_SUFFIX) for name in names) or (METADATA in names and alone):
         distributed = partial(_open_distributed, folder, names, flatten=flatten, allow=allow)
         found.append(("a torch.distributed checkpoint", distributed))
