@@ -45,11 +45,8 @@ class BlockCheck:
         last = base + (end - 1) // index.block_nbytes
         with self._lock:
             for block in (first + np.flatnonzero(~self._proved[first : last + 1])).tolist():
-                for _, actual in wrong_blocks(
-                    mapping.array, self._head, self._checksums, block, block + 1
-                ):
-                    expected = int(self._checksums[block])
-                    raise block_error(
-                        self._head, Users(index), block, expected=expected, actual=actual
-                    )
+                read = mapping.array
+                for _, actual in wrong_blocks(read, self._head, self._checksums, block, block + 1):
+                    users, expected = Users(index), int(self._checksums[block])
+                    raise block_error(self._head, users, block, expected=expected, actual=actual)
                 self._proved[block] = True

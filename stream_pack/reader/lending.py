@@ -206,14 +206,9 @@ class Lender:
     def _held(self) -> list[int | set[int]]:
         """The tensors whose memory is in use, once per array or storage."""
         with self._lock:
-            return [
-                *self._users.values(),
-                *(
-                    self._storage_users[buffer]
-                    for buffer, array in self._storage_arrays.items()
-                    if array() is not None
-                ),
-            ]
+            arrays = self._storage_arrays.items()
+            stored = [self._storage_users[key] for key, array in arrays if array() is not None]
+            return [*self._users.values(), *stored]
 
 
 def _prove(state: _Open, tensor: int, start: int, nbytes: int) -> None:

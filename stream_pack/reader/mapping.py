@@ -199,11 +199,9 @@ def _map(file: FileRange, file_offset: int, nbytes: int, *, private: bool) -> tu
     flags = mmap.MAP_PRIVATE | _map_noreserve() if private else mmap.MAP_SHARED
     prot = mmap.PROT_READ | mmap.PROT_WRITE if private else mmap.PROT_READ
     with file.descriptor() as fd:
-        if sys.version_info >= (3, 13):
-            # A map needs no descriptor of its own, and there may be a map for every buffer.
-            mapped = mmap.mmap(fd, delta + nbytes, flags, prot, offset=begin - delta, trackfd=False)
-        else:
-            mapped = mmap.mmap(fd, delta + nbytes, flags, prot, offset=begin - delta)
+        # A map needs no descriptor of its own, and there may be a map for every buffer.
+        untracked = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+        mapped = mmap.mmap(fd, delta + nbytes, flags, prot, offset=begin - delta, **untracked)
     return mapped, delta
 
 
@@ -215,13 +213,9 @@ def _map_noreserve() -> int:
     known: int | None = getattr(mmap, "MAP_NORESERVE", None)
     if known is not None:
         return known
-    if sys.platform == "darwin":
-        return 0x40
     if sys.platform != "linux":
-        return 0
+        return 0x40 if sys.platform == "darwin" else 0
     # Source: Linux, arch/*/include/uapi/asm/mman.h; all but these have asm-generic's value.
     machine = platform.machine()
-    for prefix, value in (("mips", 0x400), ("sparc", 0x40), ("ppc", 0x40), ("alpha", 0x10000)):
-        if machine.startswith(prefix):
-            return value
-    return 0x4000
+    special = {"mips": 0x400, "sparc": 0x40, "ppc": 0x40, "alpha": 0x10000}
+    return next((special[name] for name in special if machine.startswith(name)), 0x4000)

@@ -8,13 +8,7 @@ from contextlib import contextmanager
 from stream_pack.errors import StateError, StreamPackError
 from stream_pack.format.head import Head
 from stream_pack.format.header import Header
-from stream_pack.format.proof import (
-    END_NBYTES,
-    START_NBYTES,
-    prove_head,
-    prove_header,
-    prove_reach,
-)
+from stream_pack.format.proof import END_NBYTES, START_NBYTES, prove_head, prove_header, prove_reach
 from stream_pack.reader.mapping import FileRange, map_shared
 
 __all__ = ["naming", "read_footer", "read_head", "read_header"]

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
@@ -25,13 +27,7 @@ from stream_pack.errors import (
 )
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
-from stream_pack.format.proof import (
-    Users,
-    block_error,
-    prove_checksums,
-    prove_length,
-    wrong_blocks,
-)
+from stream_pack.format.proof import Users, block_error, prove_checksums, prove_length, wrong_blocks
 from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
 from stream_pack.jobs import check_jobs, cores
@@ -71,12 +67,8 @@ def verify(
     to verify.  Damage is reported, not raised.
     """
     check_jobs(jobs)
-    file = FileRange(path, offset=offset, nbytes=nbytes)
-    try:
-        with naming(file):
-            return _verify(file, jobs, progress, contained=offset != 0 or nbytes is not None)
-    finally:
-        file.close()
+    with closing(FileRange(path, offset=offset, nbytes=nbytes)) as file, naming(file):
+        return _verify(file, jobs, progress, contained=offset != 0 or nbytes is not None)
 
 
 def _verify(
@@ -87,9 +79,9 @@ def _verify(
     except NewerVersionError:
         raise
     except (NotAPackError, RawPayloadError) as error:
-        if isinstance(error, RawPayloadError) or _is_program(file):
-            return verify_exported(file, partial(_verify_inside, file, jobs, progress))
-        raise
+        if isinstance(error, NotAPackError) and sniff(file.read(0, SNIFF_NBYTES)) is not Kind.PTE:
+            raise
+        return verify_exported(file, partial(_verify_inside, file, jobs, progress))
     except TruncatedError as error:
         return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except (FormatError, ChecksumError) as error:
@@ -106,24 +98,15 @@ def _verify(
         damages.append(Damage("length", head.pack_nbytes, file.available, error))
     mapping = Mapping(file, head.pack_nbytes)
     report = verify_mapped(mapping, head, jobs=jobs, progress=progress)
-    return VerifyReport(
-        report.tensors, report.blocks, report.nbytes, report.complete, (*report.damages, *damages)
-    )
-
-
-def _is_program(file: FileRange) -> bool:
-    return sniff(file.read(0, SNIFF_NBYTES)) is Kind.PTE
+    return replace(report, damages=(*report.damages, *damages))
 
 
 def _verify_inside(
     file: FileRange, jobs: int | None, progress: Progress | None, offset: int, nbytes: int
 ) -> VerifyReport:
     """Verify a range of ``file``."""
-    part = FileRange(file.path, offset=file.offset + offset, nbytes=nbytes)
-    try:
+    with closing(FileRange(file.path, offset=file.offset + offset, nbytes=nbytes)) as part:
         return _verify(part, jobs, progress, contained=True)
-    finally:
-        part.close()
 
 
 def verify_mapped(
@@ -185,8 +168,11 @@ def _order_damages(head: Head) -> Iterator[Damage]:
             pair = before.decode(), after.decode()
             text = f"index: the names {quoted(pair[0])} and {quoted(pair[1])} {what}"
             yield Damage("names", begin, end, FormatError(text), tensors=pair)
-    keys = list(_note_keys(index))
-    for (tensor, key), (next_tensor, next_key) in pairwise(keys):
+    keys = (
+        index.ragged_notes.row(row).tobytes() for row in range(0, 2 * len(index.note_tensors), 2)
+    )
+    notes = zip(index.note_tensors.tolist(), keys)
+    for (tensor, key), (next_tensor, next_key) in pairwise(notes):
         if tensor == next_tensor and key >= next_key:
             text = f"index: the notes {quoted(key)} and {quoted(next_key)} of one tensor are not in order"
             yield Damage("notes", begin, end, FormatError(text))
@@ -208,11 +194,6 @@ def _cover_damages(head: Head) -> Iterator[Damage]:
         yield Damage("buffers", begin, begin + nbytes, FormatError(text), buffer=buffer)
 
 
-def _note_keys(index: Index) -> Iterator[tuple[int, bytes]]:
-    for note, tensor in enumerate(index.note_tensors.tolist()):
-        yield tensor, index.ragged_notes.row(2 * note).tobytes()
-
-
 def _padding_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
     """All bytes between the parts are zero."""
     index = head.index
@@ -223,11 +204,11 @@ def _padding_damages(mapping: Mapping, head: Head) -> Iterator[Damage]:
         (index_end, head.region_file_offset - head.locator_nbytes),
     ):
         yield from _filled(mapping, begin, end, "head")
-    begins = np.concatenate((np.zeros(1, np.int64), index.buffer_offsets + index.buffer_nbytes))
-    ends = np.append(index.buffer_offsets, head.region_nbytes)
-    for gap in np.flatnonzero(ends > begins).tolist():
-        base = head.region_file_offset
-        yield from _filled(mapping, base + int(begins[gap]), base + int(ends[gap]), "region")
+    begins = np.insert(index.buffer_offsets + index.buffer_nbytes, 0, 0) + head.region_file_offset
+    ends = np.append(index.buffer_offsets, head.region_nbytes) + head.region_file_offset
+    gaps = ends > begins
+    for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist()):
+        yield from _filled(mapping, begin, end, "region")
 
 
 def _filled(mapping: Mapping, begin: int, end: int, part: str) -> Iterator[Damage]:
@@ -250,33 +231,32 @@ def _block_damages(
     checksums = block_checksums(mapping, head)
     step = max(1, min(TASK_BLOCKS, TASK_NBYTES // index.block_nbytes))
     starts = range(0, len(checksums), step)
-
-    def task(first: int) -> list[tuple[int, int]]:
-        return wrong_blocks(
-            mapping.array, head, checksums, first, min(first + step, len(checksums))
-        )
-
+    ends = [min(first + step, len(checksums)) for first in starts]
+    task = partial(wrong_blocks, mapping.array, head, checksums)
     total = int(index.buffer_nbytes.sum())
     users: Users | None = None
-    for first, wrong in zip(starts, _in_threads(task, starts, jobs)):
+    for end, wrong in zip(ends, _in_threads(task, starts, ends, jobs)):
         for block, actual in wrong:
             users = users or Users(index)
             error = block_error(head, users, block, expected=int(checksums[block]), actual=actual)
             affected = error.tensors, error.tensor_count, error.buffer, error.block
             yield Damage("block", error.file_begin, error.file_end, error, *affected)
         if progress is not None:
-            progress(_nbytes_before(index, min(first + step, len(checksums))), total)
+            progress(_nbytes_before(index, end), total)
 
 
 def _in_threads(
-    task: Callable[[int], list[tuple[int, int]]], arguments: Sequence[int], jobs: int
+    task: Callable[[int, int], list[tuple[int, int]]],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    jobs: int,
 ) -> Iterator[list[tuple[int, int]]]:
-    """The results, in the order of the arguments."""
-    if jobs == 1 or len(arguments) == 1:
-        yield from map(task, arguments)
+    """The results, in order."""
+    if jobs == 1 or len(starts) == 1:
+        yield from map(task, starts, ends)
         return
     with ThreadPoolExecutor(jobs) as threads:
-        yield from threads.map(task, arguments)
+        yield from threads.map(task, starts, ends)
 
 
 def _nbytes_before(index: Index, block: int) -> int:
