@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import re
@@ -11,6 +12,7 @@ import sys
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
 
@@ -161,6 +163,37 @@ def test_what_the_readme_says_of_other_formats_is_so(tmp_path: Path) -> None:
     assert not np.shares_memory(first, second)
 
 
+def test_every_place_that_contributing_names_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("| go to |")[2].partition("\n## ")[0]
+    folder = ROOT / "stream_pack"
+    for row in table.splitlines():
+        beside = folder
+        for place in re.findall(r"`([\w/]+(?:/|\.py|\.fbs))`", row):
+            # Below the package, or beside the one named before it.
+            path = folder / place if (folder / place).exists() else beside / place
+            assert path.exists(), place
+            beside = path.parent
+
+
+PACKAGES = sorted(
+    path.parent.relative_to(ROOT).as_posix()
+    for path in (ROOT / "stream_pack").rglob("__init__.py")
+    if "schema" not in path.parts
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES[1:])
+def test_a_package_says_what_its_modules_are_for(package: str) -> None:
+    """The docstring of ``__init__`` names every module and package in it."""
+    text = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text())) or ""
+    inside = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    inside |= {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    named = re.findall(r"``([\w*]+)``", text)
+    assert {name for name in inside if not any(fnmatch(name, known) for known in named)} == set()
+    assert len(text.splitlines()) <= 20
+
+
 def modules_of(section: str) -> list[str]:
     """The modules in the table below a heading of docs/how-it-works.md."""
     text = (ROOT / "docs" / "how-it-works.md").read_text()
@@ -182,6 +215,10 @@ class Followed:
     def modules(self) -> list[str]:
         once = [name for name, _ in itertools.groupby(self._gave)]
         return once + [name for name in dict.fromkeys(self._took) if name not in once]
+
+    @property
+    def takers(self) -> list[str]:
+        return [name for name, _ in itertools.groupby(self._took)]
 
     def __call__(self, frame: FrameType, event: str, value: object) -> None:
         module = frame.f_globals.get("__name__", "")
@@ -219,3 +256,22 @@ def test_a_chunk_passes_through_the_modules_that_are_named_each_once(tmp_path: P
     with Followed(is_chunk) as followed:
         stream_pack.convert(tmp_path / "a.safetensors", tmp_path / "a.pack", jobs=2, dtype="f16")
     assert followed.modules == modules_of("The way of one chunk")
+
+
+def test_a_name_passes_through_the_modules_that_are_named_each_once(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"wanted": torch.arange(3000.0)}, tmp_path / "a.safetensors")
+
+    def has_name(value: object) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(has_name, value))
+        if isinstance(value, (bytes, bytearray, memoryview)):
+            return len(value) < 10_000 and b"wanted" in bytes(value)
+        return value == "wanted" if isinstance(value, str) else False
+
+    stream_pack.convert(tmp_path / "a.safetensors", tmp_path / "a.pack", jobs=1)
+    with Followed(has_name) as followed:
+        stream_pack.convert(tmp_path / "a.safetensors", tmp_path / "a.pack", jobs=1)
+    # Two look at the bytes that the name is in, and not at the name.
+    takers = [name for name in followed.takers if name not in ("format.sniff", "format.checksum")]
+    named = modules_of("The way of one name")
+    assert [name for name in named if name != "pipeline.adapt.select"] == takers
