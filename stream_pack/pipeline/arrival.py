@@ -26,9 +26,9 @@ def one_pass(
 ) -> Arrival:
     """Of buffers that are bytes ``[start, start + nbytes)`` of storages which pass one after the other.
 
-    A storage passes in chunks of ``chunk_nbytes``, or a multiple of that; each chunk goes to the buffers that lie in
-    it one after the other, by their starts.  ``derived`` storages, as of a catalog, come when the one that they are
-    made from has passed whole, by their numbers, in pieces of any length.
+    A storage passes in chunks of ``chunk_nbytes``, or a multiple of that; each chunk is given to the buffers in it one
+    after the other, by their starts.  ``derived`` storages, as of a catalog, come when the one that they are made from
+    has passed whole, by their numbers, in pieces of any length.
     """
     passes = storages.copy()
     made = np.full(len(storages), _DIRECT, np.int64)
@@ -52,7 +52,7 @@ def one_pass(
 
 
 def in_any_order(buffers: int) -> Arrival:
-    """Of buffers of which nobody knows when they come: all wait for the first."""
+    """Of buffers that may come at any time: the worst case, in which all wait for the first."""
     return np.zeros(buffers, np.int64), np.arange(1, buffers + 1, dtype=np.int64)
 
 
@@ -75,7 +75,7 @@ def waiting_nbytes(arrival: Arrival, nbytes: NDArray[np.int64]) -> int:
         return 0
     clock = np.concatenate([begins[early], turns[early]])
     change = np.concatenate([nbytes[early], -nbytes[early]])
-    # What leaves at a tick makes room for what begins at it: a buffer is complete before those behind it begin.
+    # What leaves at a tick makes room for what begins at it: a buffer is complete before those after it begin.
     order = np.lexsort((change, clock))
     return int(np.cumsum(change[order]).max())
 

@@ -36,9 +36,9 @@ class BinaryReader(Protocol):
 
 
 class ByteStream:
-    """The bytes of a descriptor or binary file object, from where it stands when handed over.
+    """The bytes of a descriptor or binary file object, from its current position on.
 
-    A regular file is read by position, so the offset that the caller's descriptor stands at does not move, and
+    A regular file is read by position, so the caller's own file offset does not move, and
     :meth:`seek` works.  Everything else is read forward only.  Small reads share a read-ahead of 64 KiB.
 
     Lifetime: ``close`` closes what :meth:`open_path` opened and never what a caller handed over.
@@ -86,7 +86,7 @@ class ByteStream:
         stream = cls.open_path(path)
         if stream._file is None:
             stream.close()
-            raise io.UnsupportedOperation(f"{os.fspath(path)!r} is no regular file")
+            raise io.UnsupportedOperation(f"{os.fspath(path)!r} is not a regular file")
         stream._base = begin
         stream._file = stream._fd, begin
         stream._limit = nbytes
@@ -107,7 +107,7 @@ class ByteStream:
     @contextmanager
     def watched(self, check: Callable[[int], None]) -> Iterator[None]:
         """Inside, ``check(0)`` is called whenever :data:`READ_AHEAD_NBYTES` more have been taken from the source, and
-        by :meth:`allow`: while something is read whose length nobody knows, and which becomes objects in memory."""
+        by :meth:`allow`: for input of unknown length that becomes objects in memory."""
         self._watch = check
         try:
             yield
@@ -287,7 +287,7 @@ class ByteStream:
 def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
     """Descriptor and current offset, if reading by position gives the very bytes that ``source`` would.
 
-    Only for the interpreter's own file objects: ``gzip.open()`` has a ``fileno`` too, with other bytes behind it.
+    Only for the interpreter's own file objects: ``gzip.open()`` has a ``fileno`` too, of a file with other bytes.
     """
     if isinstance(source, int):
         fd = source
@@ -314,7 +314,7 @@ def _reader_of_readinto(
         if not 0 <= filled <= len(memory):
             raise SourceError(
                 f"readinto() of the source returned {nbytes!r} for {len(memory)} bytes of memory: expected how many of "
-                "them it filled; it is no binary file object"
+                "them it filled; it is not a binary file object"
             )
         return filled
 
@@ -333,12 +333,12 @@ def _reader_of_read(source: BinaryReader) -> Callable[[memoryview], int]:
             given = memoryview(data).cast("B")
         except TypeError:
             raise SourceError(
-                f"read({wanted}) of the source gave a {type(data).__qualname__}: expected bytes; it is no binary file "
-                "object"
+                f"read({wanted}) of the source gave a {type(data).__qualname__}: expected bytes; it is not a binary "
+                "file object"
             ) from None
         if len(given) > wanted:
             raise SourceError(
-                f"read({wanted}) of the source gave {len(given)} bytes: it is no binary file object"
+                f"read({wanted}) of the source gave {len(given)} bytes: it is not a binary file object"
             )
         memory[: len(given)] = given
         return len(given)

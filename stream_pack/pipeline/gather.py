@@ -56,7 +56,7 @@ def strided_chunks(array: NDArray[np.generic], *, chunk_nbytes: int) -> Iterator
 
 
 def _row_major(window: NDArray[np.generic]) -> NDArray[np.generic]:
-    """``numpy.ascontiguousarray(window)``, several times as fast where neighbours in a row lie far apart."""
+    """``numpy.ascontiguousarray(window)``, several times as fast where neighbours in a row are far apart."""
     steps = range(0, window.shape[-1], SLAB) if window.ndim > 1 else range(0)
     if not steps or window.strides[-1] == window.itemsize or window.size < MIN_SLAB * len(steps):
         return np.ascontiguousarray(window)

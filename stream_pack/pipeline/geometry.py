@@ -1,4 +1,4 @@
-"""Where the elements of a strided tensor lie in its storage, and how they become row-major, little-endian bytes."""
+"""Where the elements of a strided tensor are in its storage, and how they become row-major, little-endian bytes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _UNITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 class Recipe:
     """How one tensor's bytes are made from its storage.  Equal recipes over one storage give equal bytes.
 
-    Units: ``start`` and ``strides`` count bytes, ``shape`` counts elements of ``itemsize`` bytes.  Dims that lie
-    behind each other in memory are :func:`merged`, so a contiguous tensor has one dim, and one way of laying out
+    Units: ``start`` and ``strides`` count bytes, ``shape`` counts elements of ``itemsize`` bytes.  Dims that
+    follow each other in memory are :func:`merged`, so a contiguous tensor has one dim, and one way of laying out
     elements has one recipe, however the tensor's own dims cut it up.
     ``swap_nbytes`` is the unit whose bytes are reversed (1: none); ``signs`` has a byte for each unit of an element,
     nonzero where its sign bit is flipped (empty: nowhere).
@@ -51,7 +51,7 @@ class Recipe:
 
     @property
     def end(self) -> int:
-        """The first byte of the storage behind the tensor."""
+        """The first byte of the storage after the tensor."""
         return _end(self.start, self.shape, self.strides, self.itemsize)
 
     def view(self, memory: memoryview) -> NDArray[np.generic]:

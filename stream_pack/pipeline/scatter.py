@@ -46,7 +46,7 @@ class Scatter:
         self._unserved = len(requests)
 
     def wants(self, storage: int) -> bool:
-        """Whether any buffer that lies in ``storage`` lacks bytes."""
+        """Whether any buffer in ``storage`` lacks bytes."""
         return storage in self._ranges
 
     def pieces(self, storage: int, chunk: Chunk) -> Iterator[Piece]:
@@ -66,7 +66,7 @@ class Scatter:
         """Raises: TruncatedSourceError when a buffer has not got all its bytes."""
         if self._unserved:
             raise TruncatedSourceError(
-                f"the source ended, and {self._unserved} of {len(self._requests)} buffers lack bytes"
+                f"the source ended, but {self._unserved} of {len(self._requests)} buffers are incomplete"
             )
 
     def _start(self, storage: int) -> _Passing:
@@ -90,7 +90,7 @@ class SingleBuffer:
 
 
 class _Passing:
-    """One storage on its way: its buffers by rising start, and those that the current byte lies in."""
+    """One storage on its way: its buffers by rising start, and those that the current byte is in."""
 
     def __init__(self, buffers: list[int], starts: list[int], ends: list[int]) -> None:
         self._buffers, self._starts, self._ends = buffers, starts, ends

@@ -23,7 +23,7 @@ _S = TypeVar("_S", bound="Source")
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A run of ``nbytes`` zero bytes that nobody had to allocate; a file sink leaves a hole for it."""
+    """A run of ``nbytes`` zero bytes that take no memory; a file sink leaves a hole for it."""
 
     nbytes: int
 
@@ -34,8 +34,7 @@ class Zeros:
 Chunk: TypeAlias = "memoryview | bytes | Zeros"
 """Bytes moved in one step: a C-contiguous, byte-format memoryview (or bytes), or :class:`Zeros`.
 
-Its memory is never written again by the source: whoever holds the chunk may keep it as long as
-needed.
+The source never writes to its memory again, so a consumer may keep the chunk as long as needed.
 """
 
 Piece: TypeAlias = tuple[int, Chunk]
@@ -45,7 +44,7 @@ Piece: TypeAlias = tuple[int, Chunk]
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
     """What the layout wants of the source: buffer ``b`` is bytes ``[starts[b], starts[b] +
-    nbytes[b])`` of storage ``storages[b]``, in the order in which the buffers stand in the pack.
+    nbytes[b])`` of storage ``storages[b]``, in the order of the buffers in the pack.
     Every ``nbytes`` is above 0.
     """
 
@@ -63,7 +62,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """How the bytes shall come.
+    """How the bytes are delivered.
 
     ``chunk_nbytes``: no chunk is longer (``Zeros`` may be).  ``window_nbytes``: what may be gathered
     of a strided tensor in one step, before it is cut into chunks; the one before may still be held.

@@ -1,7 +1,6 @@
 """Temporary disk space beside the target, for what one pass cannot do in constant memory.
 
-A spool file has no name (it is unlinked as soon as it is open), so nothing is left behind, whatever
-happens.
+A spool file has no name (it is unlinked as soon as it is open), so none is ever left over.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["Spool", "SpoolFile"]
 class Spool:
     """Where spool files may be made, and how much space they took.
 
-    ``folder`` None: nowhere; the first request for a file is refused.  ``announce`` is called once, with a line for a
-    person, as soon as it is certain that space will be taken.
+    ``folder`` None: nowhere; the first request for a file is refused.  ``announce`` is called once, with a line for the
+    user, as soon as it is certain that space will be taken.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class Spool:
                 else f"up to {nbytes} bytes of disk space"
             )
             raise LimitError(
-                f"{why}: this needs {much} for a while, and a stream target has "
-                "no folder beside it; name one with --spool-dir (spool_dir=)",
+                f"{why}: this needs {much} temporarily, and a stream target has "
+                "no folder of its own: name one with --spool-dir (spool_dir=)",
                 value=nbytes,
             )
         announce, self._announce = self._announce, None
         if announce is not None:
             much = "disk space" if nbytes is None else f"up to {human_nbytes(nbytes)} of disk space"
-            announce(f"{why}: {much} will be taken for a while in {os.fspath(self._folder) or '.'}")
+            announce(f"{why}: {much} will be taken temporarily in {os.fspath(self._folder) or '.'}")
         return self._folder
 
     def open(self, *, why: str, nbytes: int | None) -> SpoolFile:

@@ -57,7 +57,7 @@ class PackWriter:
         return self._encoded.head
 
     def start(self, *, reserve: bool) -> None:
-        """Write the head: from here on a receiver knows every tensor and where it will stand.
+        """Write the head: from here on a receiver knows every tensor and its place.
 
         ``reserve``: fail now when the disk has no room for the whole.
         Raises: OSError (ENOSPC among others).
@@ -68,7 +68,7 @@ class PackWriter:
         self._sink.put(self.head.region_file_offset - len(locator), locator)
 
     def hash(self, pieces: Iterator[Piece]) -> Iterator[tuple[int, Chunk]]:
-        """Hash the pieces and say where each goes, as a stage of its own."""
+        """Hash the pieces and say where in the file each belongs, as a stage of its own."""
         for buffer, chunk in pieces:
             yield from self._hasher.place(buffer, chunk)
 

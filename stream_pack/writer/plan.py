@@ -116,8 +116,8 @@ def requests_of(layout: Layout) -> Requests:
 def _spool_nbytes(source: Source, layout: Layout, *, chunk_nbytes: int, in_order: bool) -> int:
     """Temporary disk space that the conversion takes at its peak, in bytes.
 
-    ``in_order``: the pack goes into a stream, so what comes before its turn has to wait.  ``chunk_nbytes``: as for
-    :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,
+    ``in_order``: the pack is written to a stream, so bytes that come before their turn have to wait.  ``chunk_nbytes``:
+    as for :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,
     unless a pipe brings the first of its storages in the order that is expected, and a later one not.
     """
     requests = requests_of(layout)
@@ -154,7 +154,7 @@ def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
     if len(catalog) > most:
         warnings.append(
             f"{len(catalog)} tensors: C++ flatbuffer verifiers with default limits refuse a graph above "
-            f"{most}; stream_pack reads it all the same"
+            f"{most}; stream_pack itself reads it"
         )
     if front.kind.says_dim_order:
         reordered = [catalog.names[row] for row, key, _ in catalog.notes if key == ORDER_NOTE]

@@ -1,8 +1,8 @@
-"""The region: chunks go to their places, and every block is hashed on the way."""
+"""The region: chunks are placed in the file, and every block is hashed on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import xxhash
@@ -13,6 +13,7 @@ from stream_pack.format.checksum import BlockHasher
 from stream_pack.format.head import Head
 from stream_pack.pipeline.source import Chunk, Piece, Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.text import quoted
 
 __all__ = ["RegionHasher", "in_turn", "weight"]
 
@@ -80,7 +81,7 @@ class RegionHasher:
         end = filled + len(chunk)
         if end > nbytes or self._done[buffer]:
             raise SourceError(
-                f"the source delivered more than the {nbytes} bytes it had announced of {self._name(buffer)}"
+                f"the source delivered more than the {nbytes} bytes that it announced for tensor {self._name(buffer)}"
             )
         if begun is None:
             block = self._head.index.first_block(buffer)
@@ -116,13 +117,13 @@ class RegionHasher:
             buffer = int(np.flatnonzero(~self._done)[0])
             filled = self._open[buffer][1] if buffer in self._open else 0
             raise TruncatedSourceError(
-                f"the source ended after {filled} of {int(self._nbytes[buffer])} bytes of {self._name(buffer)}"
+                f"the source ended after {filled} of {int(self._nbytes[buffer])} bytes of tensor {self._name(buffer)}"
             )
         return self._checksums.column(self._head.index.checksums_nbytes // 8)
 
     def _name(self, buffer: int) -> str:
         index = self._head.index
-        return repr(index.name(index.first_tensor(buffer)))
+        return quoted(index.name(index.first_tensor(buffer)))
 
 
 def weight(piece: Piece) -> int:
@@ -133,8 +134,7 @@ def weight(piece: Piece) -> int:
 def in_turn(
     pieces: Iterator[Piece], nbytes: NDArray[np.int64], spool: Spool, *, chunk_nbytes: int
 ) -> Iterator[Piece]:
-    """The same pieces, buffer 0 first, then 1, and so on; what comes before its turn waits in the
-    spool.
+    """The pieces in the order of the buffers; what comes before its turn waits in the spool.
 
     Raises: LimitError when something has to wait and there is no place for the spool.
     """
@@ -148,20 +148,29 @@ def in_turn(
                         why="the source's bytes come in another order than the pack's",
                         nbytes=int(nbytes[turn:].sum()),
                     )
-                if isinstance(chunk, Zeros):
-                    early[buffer].append_zeros(chunk.nbytes)
-                else:
-                    early[buffer].append(chunk)
+                _append(early[buffer], chunk)
                 continue
             yield buffer, chunk
             delivered += len(chunk)
             while turn < len(nbytes) and delivered >= nbytes[turn]:
                 turn, delivered = turn + 1, 0
                 if turn in early:
-                    with early.pop(turn) as held:
-                        for part in held.read(0, held.nbytes, chunk_nbytes=chunk_nbytes):
-                            yield turn, part
-                        delivered = held.nbytes
+                    delivered = yield from _released(early.pop(turn), turn, chunk_nbytes)
     finally:
         for held in early.values():
             held.close()
+
+
+def _append(held: SpoolFile, chunk: Chunk) -> None:
+    if isinstance(chunk, Zeros):
+        held.append_zeros(chunk.nbytes)
+    else:
+        held.append(chunk)
+
+
+def _released(held: SpoolFile, buffer: int, chunk_nbytes: int) -> Generator[Piece, None, int]:
+    """What of ``buffer`` has waited, as pieces; returns how many bytes that was."""
+    with held:
+        for part in held.read(0, held.nbytes, chunk_nbytes=chunk_nbytes):
+            yield buffer, part
+        return held.nbytes

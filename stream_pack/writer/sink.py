@@ -199,7 +199,7 @@ class StreamSink(Sink):
     def put(self, position: int, chunk: Chunk) -> None:
         if position < self._end:
             raise StateError(
-                f"a stream cannot go back: byte {position} after byte {self._end} was sent"
+                f"a stream cannot be written backwards: byte {position} after byte {self._end} was sent"
             )
         super().put(position, chunk)
 

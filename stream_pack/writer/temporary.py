@@ -20,8 +20,8 @@ PREFIX, SUFFIX = ".stream_pack-", ".tmp"
 def create_temporary(folder: str) -> tuple[int, str]:
     """A new, empty file in ``folder``, open and locked: its descriptor, and its path.
 
-    The lock goes with the last descriptor of this opening; where the file system has none, :func:`sweep` leaves such
-    files alone.  Raises: OSError.
+    The lock ends with the last descriptor of this opening; where the file system has no locks, :func:`sweep` leaves
+    such files alone.  Raises: OSError.
     """
     # 0o666: the kernel takes the umask off.
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

@@ -182,7 +182,7 @@ def test_disk_space_that_a_pipe_needs_is_announced_before_the_pack_begins(tmp_pa
     argv = [sys.executable, "-m", "stream_pack", "convert", "-", str(tmp_path / "out")]
     done = subprocess.run(argv, input=buffer.getvalue(), capture_output=True, check=True)
     first, last = done.stderr.decode().splitlines()
-    assert "up to 234 KiB of disk space will be taken for a while" in first
+    assert "up to 234 KiB of disk space will be taken temporarily" in first
     assert str(tmp_path) in first
     assert "234 KiB spooled" in last
     done = subprocess.run(

@@ -283,7 +283,7 @@ class Lying(io.RawIOBase):
 @pytest.mark.parametrize("nbytes", [10, 100_000])  # by way of the read-ahead, and past it
 @pytest.mark.parametrize("answer", [-1, 1 << 20, 1 << 70, 2.0, "2", b"12"])
 def test_a_readinto_that_returns_no_possible_length_is_refused(answer: object, nbytes: int) -> None:
-    with pytest.raises(SourceError, match="no binary file object"):
+    with pytest.raises(SourceError, match="not a binary file object"):
         ByteStream(Lying(answer)).read_exactly(nbytes, what="it")
 
 
@@ -299,7 +299,7 @@ class Giving:
 
 @pytest.mark.parametrize("given", [7, 2.0, ["a"], bytes(1 << 20), memoryview(DATA)[::2]])
 def test_a_read_that_gives_no_bytes_or_too_many_is_refused(given: object) -> None:
-    with pytest.raises(SourceError, match="no binary file object"):
+    with pytest.raises(SourceError, match="not a binary file object"):
         ByteStream(Giving(given)).read_exactly(10, what="it")
 
 
@@ -332,7 +332,7 @@ def test_a_range_of_a_file_is_a_stream_that_ends_with_it(tmp_path: Path) -> None
     beyond = ByteStream.open_range(path, 90, 20)
     assert beyond.file_nbytes == 10
     beyond.close()
-    with pytest.raises(io.UnsupportedOperation, match="no regular file"):
+    with pytest.raises(io.UnsupportedOperation, match="not a regular file"):
         ByteStream.open_range("/dev/null", 0, 1)
 
 

@@ -143,7 +143,9 @@ def test_a_source_that_ends_early_is_refused_naming_the_tensor(tmp_path: Path, j
     path = tmp_path / "f"
     path.write_bytes(b"old")
     source = ScriptedSource({"a": len(A), "b": len(B)}, [(1, B), (0, A[:-1])])
-    with pytest.raises(TruncatedSourceError, match=rf"{len(A) - 1} of {len(A)} bytes of 'a'"):
+    with pytest.raises(
+        TruncatedSourceError, match=rf"{len(A) - 1} of {len(A)} bytes of tensor 'a'"
+    ):
         write(source, FileSink(path), jobs=jobs)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -334,7 +336,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
         ({"exclude": ["a", 5]}, "exclude=.*: expected a glob"),
         ({"rename": 5}, "rename=5: expected 's/REGEX/REPLACEMENT/'"),
         ({"rename": ["s/a/b/", None]}, "rename=.*: expected 's/REGEX/REPLACEMENT/'"),
-        ({"rename": len}, "rename= made 3 of 'big': expected text"),
+        ({"rename": len}, "rename= returned 3 for 'big': expected text"),
         ({"alignment": 16384}, r"expected stream_pack.Alignment\(small=..., large=...\)"),
         ({"metadata": "abc"}, "expected a mapping of text to text"),
         ({"metadata": {"step": 7}}, "expected a mapping of text to text"),

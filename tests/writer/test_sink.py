@@ -163,7 +163,7 @@ def test_a_stream_cannot_go_back() -> None:
     with StreamSink(io.BytesIO()) as sink:
         sink.begin(10, reserve=True)
         sink.put(5, b"abc")
-        with pytest.raises(StateError, match="cannot go back"):
+        with pytest.raises(StateError, match="cannot be written backwards"):
             sink.put(2, b"x")
 
 

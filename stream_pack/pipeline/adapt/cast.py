@@ -30,7 +30,7 @@ _Float32: TypeAlias = "NDArray[np.float32]"
 class CastStream:
     """The bytes of one buffer on their way from dtype ``source`` to dtype ``target``.
 
-    ``skip``: bytes at the start of the result that nobody wants; ``nbytes``: how many are wanted after them.
+    ``skip``: bytes at the start of the result to be dropped; ``nbytes``: how many to keep after them.
     Memory: a result of at most ``chunk_nbytes`` at a time (one element at least).
     """
 

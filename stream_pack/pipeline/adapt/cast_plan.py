@@ -137,7 +137,7 @@ def _float_number(dtype: object) -> int:
     number = _BY_ALIAS.get(text.removeprefix("torch."))
     if number is None:
         raise OptionError(
-            f"cannot cast to {quoted(text)}: expected one of {', '.join(_BY_ALIAS)} (of other dtypes, no bits are "
+            f"cannot cast to {quoted(text)}: expected one of {', '.join(_BY_ALIAS)} (no bits of other dtypes are "
             "changed)"
         )
     return number
@@ -180,7 +180,7 @@ def _clusters(
     """Runs of overlapping ranges, and for each tensor of ``cast`` the run it is in."""
     storages, starts = catalog.storages[cast], catalog.starts[cast]
     ends = starts + catalog.nbytes[cast]
-    # Elements of a storage seen under two types may lie askew.
+    # Elements of a storage viewed as two dtypes may be misaligned.
     phases = starts % element_nbytes[cast]
     keys = (starts, phases, targets[cast], catalog.dtypes[cast], storages)
     order = np.lexsort(keys)

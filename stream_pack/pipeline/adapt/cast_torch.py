@@ -10,7 +10,7 @@ __all__ = ["to_bfloat16"]
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The values rounded to bfloat16, as its bits.  Copies: the values (they may lie askew) and the result."""
+    """The values rounded to bfloat16, as its bits.  Copies: the values (they may be misaligned) and the result."""
     rounded = torch.from_numpy(values.copy()).to(torch.bfloat16)
     bits: NDArray[np.uint16] = rounded.view(torch.int16).numpy().view("<u2")
     return bits

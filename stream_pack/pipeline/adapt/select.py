@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import OptionError, SourceError
 from stream_pack.format.catalog import Catalog
-from stream_pack.text import quoted
+from stream_pack.text import listed, quoted, shown
 
 __all__ = ["Order", "Rename", "Selection", "matches", "select", "take_rows"]
 
@@ -35,7 +35,7 @@ class Rename:
     def parse(cls, text: str) -> Rename:
         r"""Parse ``s/REGEX/REPLACEMENT/`` or ``s/REGEX/REPLACEMENT/g``, as sed writes them.
 
-        Any character that is no letter, digit, space or backslash may stand for the slash; behind a backslash it
+        Any character that is no letter, digit, space or backslash may replace the slash; after a backslash it
         means itself.  REGEX and REPLACEMENT are those of Python's :mod:`re`: ``\1`` and ``\g<name>`` are groups.
 
         Raises: OptionError.
@@ -49,13 +49,13 @@ class Rename:
         regex, replacement, flags = parts
         if flags not in ("", "g"):
             raise OptionError(
-                f"the renaming {quoted(text)} ends in {quoted(flags)}: 'g' or nothing is expected"
+                f"the renaming {quoted(text)} ends in {quoted(flags)}: expected 'g' or nothing"
             )
         try:
             pattern = re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(
-                f"the renaming {quoted(text)}: {quoted(regex)} is no regular expression: {error}"
+                f"the renaming {quoted(text)}: {quoted(regex)} is not a regular expression: {error}"
             ) from None
         # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
         return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
@@ -85,7 +85,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.order not in ("source", "name"):
-            raise OptionError(f"the order {self.order!r}: expected 'source' or 'name'")
+            raise OptionError(f"order={quoted(str(self.order))}: expected 'source' or 'name'")
 
 
 def select(catalog: Catalog, selection: Selection) -> tuple[Catalog, NDArray[np.intp]]:
@@ -120,10 +120,9 @@ def _chosen(names: Sequence[str], selection: Selection) -> NDArray[np.intp]:
     if len(names) and not kept.any():
         given = [f"include {quoted(pattern)}" for pattern in selection.include]
         given += [f"exclude {quoted(pattern)}" for pattern in selection.exclude]
-        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         raise SourceError(
-            f"no tensor is left by {', '.join(given)}: patterns match whole names, and the source has {shown}{more}"
+            f"no tensor is left by {', '.join(given)}: patterns match whole names, and the source has "
+            f"{listed(names, most=SHOWN_NAMES)}"
         )
     return np.flatnonzero(kept)
 
@@ -135,7 +134,9 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         for rename in renames:
             new = rename(new)
             if not isinstance(new, str):
-                raise OptionError(f"rename= made {new!r} of {quoted(name)}: expected text")
+                raise OptionError(
+                    f"rename= returned {shown(new)} for {quoted(name)}: expected text"
+                )
         if new in given:
             raise SourceError(
                 f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: rename one of them "
@@ -145,7 +146,7 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
             new.encode()
         except UnicodeEncodeError:
             raise SourceError(
-                f"{quoted(name)} would be named {quoted(new)}, which is no UTF-8 text"
+                f"{quoted(name)} would be named {quoted(new)}, which is not valid UTF-8"
             ) from None
         given[new] = name
     return list(given)
@@ -172,7 +173,7 @@ def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) ->
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """``text`` cut at each ``mark`` that no backslash stands before."""
+    """``text`` cut at each ``mark`` that no backslash precedes."""
     parts = [""]
     escaped = False
     for character in text:
