@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 
 from stream_pack.format.front import KINDS
 from stream_pack.inspection.tables import cell, table
@@ -103,14 +103,13 @@ class Inspection:
 
     def to_json(self) -> dict[str, object]:
         """All fields, as values that the json module takes; the checksum as 16 hex digits."""
-        checksum = None if self.checksum is None else f"{self.checksum:016x}"
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "tensors": len(self.rows),
             "rows": [{name: getattr(row, name) for name in row.__slots__} for row in self.rows],
             "parts": [asdict(part) for part in self.parts],
             "payloads": [asdict(payload) for payload in self.payloads],
-            "checksum": checksum,
+            "checksum": None if self.checksum is None else f"{self.checksum:016x}",
         }
 
     def to_text(self, width: int | None = None) -> str:
@@ -153,13 +152,8 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
         yield ""
     total = inspection.nbytes
     parts = [
-        (
-            part.name,
-            str(part.nbytes),
-            human_nbytes(part.nbytes),
-            f"{100 * part.nbytes / total:.2f} %",
-        )
-        for part in inspection.parts
+        (name, str(nbytes), human_nbytes(nbytes), f"{100 * nbytes / total:.2f} %")
+        for name, nbytes in map(astuple, inspection.parts)
     ]
     parts.append(("file", str(total), human_nbytes(total), ""))
     yield from table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
@@ -200,9 +194,8 @@ def _payload_table(payloads: Sequence[InspectedPayload]) -> Iterator[str]:
         words = [f"{payload.constants} constants"] if payload.constants else []
         words += [f"{len(payload.keyed)} by key"] if payload.keyed else []
         words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
-        words += (
-            [f"also of {cell(', '.join(payload.also_used_by))}"] if payload.also_used_by else []
-        )
+        if payload.also_used_by:
+            words.append(f"also of {cell(', '.join(payload.also_used_by))}")
         rows.append(
             (
                 cell(payload.name),

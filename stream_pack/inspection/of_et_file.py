@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -25,12 +26,8 @@ def inspect_et_file(
 
     Raises: OSError; as :func:`stream_pack.reader.payload.survey_file`.
     """
-    file = FileRange(path, offset=offset, nbytes=nbytes)
-    try:
-        with naming(file):
-            survey = survey_file(file)
-    finally:
-        file.close()
+    with closing(FileRange(path, offset=offset, nbytes=nbytes)) as file, naming(file):
+        survey = survey_file(file)
     return None if survey is None else _inspection(survey, file)
 
 

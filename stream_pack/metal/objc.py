@@ -21,6 +21,7 @@ import ctypes
 import functools
 import itertools
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -113,7 +114,6 @@ MESSAGES: dict[str, str] = {
     "endResidency": "v",
     "hasUnifiedMemory": "Z",
     "init": "@",
-    "length": "Q",
     "maxBufferLength": "Q",
     "name": "@",
     "newBufferWithBytesNoCopy:length:options:deallocator:": "@^vQQ@?",
@@ -143,17 +143,10 @@ _TYPES: dict[str, Any] = {
 }
 
 
-def _types(encoding: str) -> Iterator[Any]:
-    while encoding:
-        code = encoding[:2] if encoding[:2] in _TYPES else encoding[:1]
-        yield _TYPES[code]
-        encoding = encoding[len(code) :]
-
-
 @functools.cache
 def prototype(encoding: str) -> Callable[[int], Callable[..., Any]]:
     """The C function type of a message.  Never variadic: on arm64 those pass their arguments elsewhere."""
-    result, *arguments = _types(encoding)
+    result, *arguments = (_TYPES[code] for code in re.findall(r"@\?|\^.|.", encoding))
     return ctypes.CFUNCTYPE(result, c_void_p, c_void_p, *arguments)
 
 

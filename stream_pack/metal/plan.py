@@ -20,7 +20,7 @@ from stream_pack.metal.rules import (
     plan_windows,
 )
 from stream_pack.reader.pack import Pack
-from stream_pack.text import counted, human_nbytes, printable, quoted
+from stream_pack.text import counted, human_nbytes, listed, printable, quoted
 
 __all__ = ["MAX_BUFFER_LENGTH", "MetalPlan", "PlannedWindow", "Unbound", "plan_metal"]
 
@@ -75,10 +75,8 @@ class MetalPlan:
 
     def summary(self) -> str:
         """One line of text."""
-        count = len(self.windows)
         text = (
-            f"Metal: {counted(count, 'window')} of at most "
-            f"{human_nbytes(self.max_buffer_length)}, "
+            f"Metal: {counted(len(self.windows), 'window')} of at most {human_nbytes(self.max_buffer_length)}, "
             f"{human_nbytes(self.mapped_nbytes)} mapped, {human_nbytes(self.copied_nbytes)} copied"
         )
         if self.unbound:
@@ -149,9 +147,7 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
 
 def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
     def some(tensors: NDArray[np.bool_]) -> str:
-        which = np.flatnonzero(tensors)
-        more = f" and {len(which) - 1} more" if len(which) > 1 else ""
-        return f"{quoted(index.name(int(which[0])))}{more}"
+        return listed([index.name(int(tensors.argmax()))], most=1, total=int(tensors.sum()))
 
     nbytes = index.tensor_nbytes
     long = nbytes >= OLD_NDARRAY_NBYTES

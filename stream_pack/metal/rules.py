@@ -15,16 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import (
-    AlignmentError,
-    LimitError,
-    MetalBufferError,
-    OptionError,
-    TensorTooLarge,
-)
+from stream_pack.errors import AlignmentError, LimitError, MetalBufferError, OptionError
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.format.ragged import Ragged
-from stream_pack.text import counted, quoted
 
 __all__ = [
     "CONSTANT_ALIGNMENT",
@@ -37,7 +30,6 @@ __all__ = [
     "check_limit",
     "check_range",
     "plan_windows",
-    "too_large",
 ]
 
 NO_WINDOW = -1
@@ -165,26 +157,8 @@ def plan_windows(
     )
 
 
-def too_large(tensors: tuple[str, ...], *, nbytes: int, max_buffer_length: int) -> TensorTooLarge:
-    """The error for tensors that fit into no buffer; ``nbytes`` is that of the first, the largest."""
-    also = f" (and {counted(len(tensors) - 1, 'more tensor')})" if len(tensors) > 1 else ""
-    return TensorTooLarge(
-        f"tensor {quoted(tensors[0])}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, exceed "
-        f"the {max_buffer_length} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
-        "matrix of a fused projection), or use a machine with more memory, which has a higher limit",
-        tensors=tensors,
-        nbytes=nbytes,
-        limit=max_buffer_length,
-    )
-
-
 def check_range(
-    address: int,
-    nbytes: int,
-    *,
-    memory: tuple[int, int],
-    page_nbytes: int,
-    max_buffer_length: int,
+    address: int, nbytes: int, *, memory: tuple[int, int], page_nbytes: int, max_buffer_length: int
 ) -> None:
     """Prove, before Metal is called, that a range of memory can be an MTLBuffer without a copy.
 

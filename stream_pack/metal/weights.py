@@ -18,17 +18,12 @@ from stream_pack.errors import (
     MetalUnavailable,
     OptionError,
     StateError,
+    TensorTooLarge,
 )
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device, Residency, require_own_process
-from stream_pack.metal.rules import (
-    NO_WINDOW,
-    Windows,
-    check_limit,
-    plan_windows,
-    too_large,
-)
+from stream_pack.metal.rules import NO_WINDOW, Windows, check_limit, plan_windows
 from stream_pack.metal.views import MetalView, no_buffer
 from stream_pack.reader.pack import Pack, Verify
 from stream_pack.reader.pack import open as open_pack
@@ -130,12 +125,8 @@ class Weights(Mapping[str, MetalView]):
             self._residency = Residency(device, buffers)
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self._closed
-            else f"{len(self._plan.of)} tensors in {len(self._plan)} windows"
-        )
-        return f"<Weights {self.pack.path!r}, {state}>"
+        held = f"{len(self._plan.of)} tensors in {len(self._plan)} windows"
+        return f"<Weights {self.pack.path!r}, {'closed' if self._closed else held}>"
 
     def _warn_of_working_set(self) -> None:
         total = int((self._plan.ends - self._plan.begins).sum())
@@ -306,9 +297,15 @@ def _plan(pack: Pack, limit: int) -> Windows:
     outside = np.flatnonzero((plan.of == NO_WINDOW) & (index.tensor_nbytes > 0))
     if len(outside):
         largest_first = outside[np.argsort(-index.tensor_nbytes[outside], kind="stable")].tolist()
-        raise too_large(
-            tuple(index.name(tensor) for tensor in largest_first),
-            nbytes=int(index.tensor_nbytes[largest_first[0]]),
-            max_buffer_length=limit,
+        names = tuple(map(index.name, largest_first))
+        nbytes = int(index.tensor_nbytes[largest_first[0]])
+        also = f" (and {counted(len(names) - 1, 'more tensor')})" if len(names) > 1 else ""
+        raise TensorTooLarge(
+            f"tensor {quoted(names[0])}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, "
+            f"exceed the {limit} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
+            "matrix of a fused projection), or use a machine with more memory, which has a higher limit",
+            tensors=names,
+            nbytes=nbytes,
+            limit=limit,
         )
     return plan

@@ -53,9 +53,7 @@ def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[i
     import torch
 
     known = DTYPES[BY_NAME[dtype]] if dtype in BY_NAME else None
-    found = (
-        getattr(torch, known.torch, None) if known is not None and known.torch is not None else None
-    )
+    found = None if known is None else getattr(torch, known.torch or "", None)
     if known is None or not isinstance(found, torch.dtype):
         raise TypeError(
             f"torch {torch.__version__} has no dtype {quoted(dtype)}: use .raw() for the bytes"

@@ -179,8 +179,7 @@ class PackSource(Source):
         """The block checksums, proved by the footer that follows them."""
         head = self._head
         table = b"".join(self._chunks(head.index.checksums_nbytes, STEP_NBYTES))
-        footer_nbytes = head.pack_nbytes - head.footer_file_offset
-        footer = b"".join(self._chunks(footer_nbytes, STEP_NBYTES))
+        footer = b"".join(self._chunks(head.pack_nbytes - head.footer_file_offset, STEP_NBYTES))
         prove_checksums(head, table, footer)
         return np.frombuffer(table, "<u8")
 
@@ -192,13 +191,9 @@ class PackSource(Source):
         different = np.flatnonzero(checksums[block:end] != np.array(computed, np.uint64))
         if len(different):
             first = int(different[0])
-            raise block_error(
-                self._head,
-                Users(self._head.index),
-                block + first,
-                expected=int(checksums[block + first]),
-                actual=computed[first],
-            )
+            actual, expected = computed[first], int(checksums[block + first])
+            users = Users(self._head.index)
+            raise block_error(self._head, users, block + first, expected=expected, actual=actual)
         return end
 
 
@@ -206,9 +201,8 @@ def _read_head(stream: ByteStream) -> Head:
     header = prove_header(stream.peek(START_NBYTES))
     prove_reach(header, stream.file_nbytes)
     try:
-        data = b"".join(
-            stream.chunks(header.region_file_offset, chunk_nbytes=STEP_NBYTES, what="the head")
-        )
+        nbytes = header.region_file_offset
+        data = b"".join(stream.chunks(nbytes, chunk_nbytes=STEP_NBYTES, what="the head"))
     except TruncatedSourceError as error:
         raise truncated_head(header, error.position) from None
     try:
