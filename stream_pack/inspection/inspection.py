@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 
 from stream_pack.format.front import KINDS
-from stream_pack.inspection.tables import cell, table
 from stream_pack.text import counted, human_nbytes, printable
 
 __all__ = ["InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"]
+
+MAX_CELL = 120
+"""Characters of a cell: one long name would widen every row."""
 
 _TENSOR_PARTS = {"tensors", "payload constants", "named data", "program constants"}
 
@@ -121,9 +123,9 @@ def _flags(row: InspectedTensor, rows: Sequence[InspectedTensor]) -> str:
     """What is special about a tensor, in words."""
     words = []
     if row.shared_with is not None:
-        words.append(f"tied with {cell(rows[row.shared_with].name)}")
+        words.append(f"tied with {_cell(rows[row.shared_with].name)}")
     if row.inside is not None:
-        words.append(f"in {cell(rows[row.inside].name)}")
+        words.append(f"in {_cell(rows[row.inside].name)}")
     if row.page_aligned:
         words.append("page")
     if row.fault is not None:
@@ -134,16 +136,16 @@ def _flags(row: InspectedTensor, rows: Sequence[InspectedTensor]) -> str:
 def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
     rows = [
         (
-            cell(row.name),
-            cell(row.dtype),
-            cell(f"[{', '.join(map(str, row.shape))}]"),
+            _cell(row.name),
+            _cell(row.dtype),
+            _cell(f"[{', '.join(map(str, row.shape))}]"),
             str(row.nbytes),
             str(row.file_offset),
             _flags(row, inspection.rows),
         )
         for row in inspection.rows
     ]
-    yield from table(
+    yield from _table(
         ("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width
     )
     yield ""
@@ -156,7 +158,7 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
         for name, nbytes in map(astuple, inspection.parts)
     ]
     parts.append(("file", str(total), human_nbytes(total), ""))
-    yield from table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
+    yield from _table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
     yield ""
     yield from _remarks(inspection)
 
@@ -195,11 +197,11 @@ def _payload_table(payloads: Sequence[InspectedPayload]) -> Iterator[str]:
         words += [f"{len(payload.keyed)} by key"] if payload.keyed else []
         words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
         if payload.also_used_by:
-            words.append(f"also of {cell(', '.join(payload.also_used_by))}")
+            words.append(f"also of {_cell(', '.join(payload.also_used_by))}")
         rows.append(
             (
-                cell(payload.name),
-                cell(payload.backend),
+                _cell(payload.name),
+                _cell(payload.backend),
                 payload.kind,
                 str(payload.nbytes),
                 str(payload.file_offset),
@@ -207,4 +209,29 @@ def _payload_table(payloads: Sequence[InspectedPayload]) -> Iterator[str]:
             )
         )
     head = ("payload of", "backend", "kind", "nbytes", "file offset", "")
-    yield from table(head, rows, right={3, 4}, width=None)
+    yield from _table(head, rows, right={3, 4}, width=None)
+
+
+def _cell(text: str) -> str:
+    """``text`` for a table: printable, and cut to MAX_CELL characters."""
+    return _fit(printable(text[: MAX_CELL + 1]), MAX_CELL)
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None
+) -> Iterator[str]:
+    """Columns side by side, ``right`` ones flush right; the first is cut when ``width`` is too small."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    if width is not None:
+        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[0] = max(min(widths[0], width - rest), len(head[0]), 12)
+    for row in (head, *rows):
+        cells = [_fit(cell, size) for cell, size in zip(row, widths)]
+        yield "  ".join(
+            cell.rjust(size) if column in right else cell.ljust(size)
+            for column, (cell, size) in enumerate(zip(cells, widths))
+        ).rstrip()
+
+
+def _fit(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -186,12 +186,7 @@ class _Producer:
         self._capsule = capsule
 
     def __dlpack__(
-        self,
-        *,
-        stream: object = None,
-        max_version: object = None,
-        dl_device: object = None,
-        copy: bool | None = None,
+        self, *, dl_device: object = None, copy: bool | None = None, **ignored: object
     ) -> object:
         if copy:
             raise BufferError(
