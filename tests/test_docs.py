@@ -57,6 +57,7 @@ def prepared(block: Block) -> Block:
     return Block("python", WITHOUT_METAL + block.text.replace('device="mps"', 'device="cpu"'))
 
 
+@pytest.mark.slow  # a process for each block; the README's run always
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     workshop = Workshop(tmp_path)
