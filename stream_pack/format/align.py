@@ -18,8 +18,7 @@ from stream_pack.errors import LimitError, OptionError
 __all__ = ["DEFAULT_ALIGNMENT", "PAGE_NBYTES", "Alignment", "align_up"]
 
 PAGE_NBYTES = 16384
-"""The page of Apple silicon; a multiple of every smaller page in use (4,096 on Intel and most of
-ARM)."""
+"""The page of Apple silicon; a multiple of every smaller page in use (4,096 on Intel and most of ARM)."""
 
 MIN_ALIGNMENT = 16
 MAX_ALIGNMENT = 2**30
@@ -42,9 +41,8 @@ class Alignment:
 
     Units: bytes.  ``small`` and ``large`` are powers of two from 16 to 2**30, ``small <= large``.
 
-    256 is what cuBLAS wants and more than any Metal binding needs; 16,384 is the page that an
-    ``MTLBuffer`` without a copy must start at.  1 MiB keeps the page's cost below 1.6 % of the
-    tensor that pays it.
+    256 is what cuBLAS wants and more than any Metal binding needs; 16,384 is the page that an ``MTLBuffer`` without a
+    copy must start at.  1 MiB keeps the page's cost below 1.6 % of the tensor that pays it.
 
     Raises: LimitError for a value outside these bounds; OptionError.
     """
@@ -80,8 +78,7 @@ class Alignment:
 
     @property
     def region(self) -> int:
-        """The alignment of the region's first byte: whatever is aligned in it, is aligned in the
-        file."""
+        """The alignment of the region's first byte: whatever is aligned in it, is aligned in the file."""
         return max(PAGE_NBYTES, self.large)
 
     def of(self, nbytes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,11 +1,10 @@
 """What a source holds, before any of its bytes are read.
 
-A catalog is columns: tensor ``k`` is row ``k`` of each.  It names the *storage* that a tensor's
-bytes are in and where in it they start; what a storage is, only its source knows.  Tensors in a
-catalog are contiguous, row-major and little-endian: where the source has to gather, swap or resolve
-to make them so, the result counts as a storage of its own (a *derived* storage), and equal
-transformations of equal bytes are one derived storage.  So the sharing rule needs nothing but
-(storage, start, nbytes).
+A catalog is columns: tensor ``k`` is row ``k`` of each.  It names the *storage* that a tensor's bytes are in and where
+in it they start; what a storage is, only its source knows.  Tensors in a catalog are contiguous, row-major and
+little-endian: where the source has to gather, swap or resolve to make them so, the result counts as a storage of its
+own (a *derived* storage), and equal transformations of equal bytes are one derived storage.  So the sharing rule needs
+nothing but (storage, start, nbytes).
 """
 
 from __future__ import annotations
@@ -30,13 +29,12 @@ __all__ = ["Catalog", "CatalogBuilder", "tensor_nbytes"]
 class Catalog:
     """What tensors there are, in the order of the pack.
 
-    Shapes: ``names``, ``dtypes`` (numbers in :data:`stream_pack.format.dtypes.DTYPES`), ``dims``,
-    ``nbytes``, ``storages``, ``starts``: one entry a tensor.
-    ``derived`` maps each derived storage to the range (storage, begin, end) of the source that it
-    is made from (what the limit on blow-up is measured against).  ``storages_nbytes`` is the length
-    of all storages that the source holds, used or not.  ``source_dtypes``, if given, are the dtypes that
-    the source has, where they are to be cast to ``dtypes`` on the way.  ``metadata`` and ``notes`` (tensor, key,
-    value) go into the pack as they are.
+    Shapes: ``names``, ``dtypes`` (numbers in :data:`stream_pack.format.dtypes.DTYPES`), ``dims``, ``nbytes``,
+    ``storages``, ``starts``: one entry a tensor.  ``derived`` maps each derived storage to the range (storage, begin,
+    end) of the source that it is made from (what the limit on blow-up is measured against).  ``storages_nbytes`` is the
+    length of all storages that the source holds, used or not.  ``source_dtypes``, if given, are the dtypes that the
+    source has, where they are to be cast to ``dtypes`` on the way.  ``metadata`` and ``notes`` (tensor, key, value) go
+    into the pack as they are.
 
     Units: bytes; ``starts`` counts from the storage's first byte.
     """
@@ -74,8 +72,7 @@ def tensor_nbytes(name: str, dtype: int, shape: Sequence[int]) -> int:
             raise UnsupportedTensorError(
                 f"tensor {quoted(name)} has a negative dim: {list(shape)}", tensor=name
             )
-        # An empty tensor's other dims obey the limit too: NumPy and torch multiply them into
-        # strides.
+        # An empty tensor's other dims obey the limit too: NumPy and torch multiply them into strides.
         elements *= dim or 1
     if bits < 8 and (not shape or shape[-1] * bits % 8):
         raise UnsupportedTensorError(
@@ -122,11 +119,10 @@ class CatalogBuilder:
     ) -> int:
         """Append a tensor and return its length in bytes.
 
-        ``dtype`` is a number in :data:`stream_pack.format.dtypes.DTYPES`, ``shape`` counts its elements
-        (for the four-bit types: logical ones).
+        ``dtype`` is a number in :data:`stream_pack.format.dtypes.DTYPES`, ``shape`` counts its elements (for the
+        four-bit types: logical ones).
 
-        Raises: SourceError for a name met before or one that is not Unicode text; as
-        :func:`tensor_nbytes`.
+        Raises: SourceError for a name met before or one that is not Unicode text; as :func:`tensor_nbytes`.
         """
         if name in self._names:
             raise SourceError(f"two tensors are named {quoted(name)}: rename one of them")
@@ -155,8 +151,7 @@ class CatalogBuilder:
         return nbytes
 
     def derive(self, storage: int, *, of: int, begin: int, end: int) -> None:
-        """Declare ``storage`` as derived from bytes ``[begin, end)`` of the source's own storage
-        ``of``."""
+        """Declare ``storage`` as derived from bytes ``[begin, end)`` of the source's own storage ``of``."""
         self._derived[storage] = (of, begin, end)
 
     def build(self, *, storages_nbytes: int, metadata: Mapping[str, str] | None = None) -> Catalog:

@@ -1,8 +1,7 @@
 """The element types a pack can hold, and what each is called elsewhere.
 
-One table, :data:`DTYPES`; a dtype's place in it is a run-time number only (a file carries its own
-small table of names and bits, see :mod:`stream_pack.format.index`).  Nothing here imports torch or
-ml_dtypes.
+One table, :data:`DTYPES`; a dtype's place in it is a run-time number only (a file carries its own small table of names
+and bits, see :mod:`stream_pack.format.index`).  Nothing here imports torch or ml_dtypes.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ __all__ = ["BITS", "BY_NAME", "BY_SAFETENSORS", "BY_TORCH", "DTYPES", "Dtype"]
 class Dtype:
     """An element type.
 
-    ``name`` is the name in the index: torch's name, but for the packed four-bit types, where the
-    index counts elements and torch (``float4_e2m1fn_x2``) counts pairs. ``bits`` per element.
-    ``swap_nbytes`` is the unit whose bytes a big-endian source reverses: the element, or for
-    complex numbers each half. ``numpy`` is the NumPy type of the same bytes, None where NumPy has
-    none; ``ml_dtypes`` is the name in the package of that name.  ``torch`` is the attribute of
-    ``torch``, None where torch has none. ``safetensors`` is the name in a safetensors header, None
-    where that format has none. ``mps`` is ExecuTorch's MPSDataType, 0 (invalid) where MPS has none;
-    ``executorch`` its ScalarType, None where a .ptd has none.
+    ``name`` is the name in the index: torch's name, but for the packed four-bit types, where the index counts elements
+    and torch (``float4_e2m1fn_x2``) counts pairs. ``bits`` per element.  ``swap_nbytes`` is the unit whose bytes a
+    big-endian source reverses: the element, or for complex numbers each half. ``numpy`` is the NumPy type of the same
+    bytes, None where NumPy has none; ``ml_dtypes`` is the name in the package of that name.  ``torch`` is the attribute
+    of ``torch``, None where torch has none. ``safetensors`` is the name in a safetensors header, None where that format
+    has none. ``mps`` is ExecuTorch's MPSDataType, 0 (invalid) where MPS has none; ``executorch`` its ScalarType, None
+    where a .ptd has none.
     """
 
     name: str

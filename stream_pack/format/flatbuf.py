@@ -80,8 +80,7 @@ class Table:
         return None if position is None else position + self._read("<I", position)
 
     def vector_position(self, slot: int, itemsize: int) -> tuple[int, int] | None:
-        """Where the first element of a vector is, and how many there are; None when the field
-        is absent."""
+        """Where the first element of a vector is, and how many there are; None when the field is absent."""
         position = self._follow(slot)
         if position is None:
             return None

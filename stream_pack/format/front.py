@@ -43,8 +43,7 @@ class Front:
     """A header, and what makes the flatbuffer beside it.
 
     ``encode`` is called once, when the layout is known.  What it returns must say of every tensor of the index what
-    docs/FORMAT.md has it say, in section 4; it may say more.  It may raise LimitError and
-    SourceError.
+    docs/FORMAT.md has it say, in section 4; it may say more.  It may raise LimitError and SourceError.
     """
 
     kind: HeadKind

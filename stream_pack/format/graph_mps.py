@@ -76,8 +76,7 @@ def expected_values(index: Index) -> GraphValues:
 def encode(index: Index) -> bytes:
     """The flatbuffer ``MP00`` of a plain pack: every tensor a value and a constant, no nodes.
 
-    About 58 bytes a tensor.  Raises: LimitError when it would reach 2 GiB, or above 2**31-1
-    tensors.
+    About 58 bytes a tensor.  Raises: LimitError when it would reach 2 GiB, or above 2**31-1 tensors.
     """
     tensors = len(index)
     if tensors > MAX_TENSORS:

@@ -179,9 +179,8 @@ _I1, _I4, _U1, _U4, _U8 = map(np.dtype, ("i1", "<i4", "u1", "<u4", "<u8"))
 def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
     """The FlatTensor in ``data``, written by any tool; no region bound is checked.
 
-    ``data`` is the file from its first byte to the flatbuffer's end (``Header.graph_nbytes`` bytes), or
-    a flatbuffer without a header.
-    ``most``: how many named data to decode, from the first on; by default all.
+    ``data`` is the file from its first byte to the flatbuffer's end (``Header.graph_nbytes`` bytes), or a flatbuffer
+    without a header.  ``most``: how many named data to decode, from the first on; by default all.
 
     Vectorised.  Raises: FormatError when an offset points outside ``data``, named data to a segment that is not there,
     or a layout has not as many places in its dim order as it has sizes.

@@ -119,8 +119,7 @@ def encode_head(layout: Layout, front: Front) -> EncodedHead:
 
 
 def check_region(found: Header) -> None:
-    """Prove that the header's positions are possible at all, before anything is read or mapped for
-    them.
+    """Prove that the header's positions are possible at all, before anything is read or mapped for them.
 
     Raises: FormatError.
     """
@@ -214,8 +213,7 @@ def root_checksum(
     checksums: Iterator[bytes | memoryview] | tuple[bytes | memoryview, ...],
     footer: bytes,
 ) -> int:
-    """The pack's root value: over the head's checksum, the block checksums and the footer without
-    its own."""
+    """The pack's root value: over the head's checksum, the block checksums and the footer without its own."""
     return xxh3((head_checksum.to_bytes(8, "little"), *checksums, uncover(footer)))
 
 

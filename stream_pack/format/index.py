@@ -56,14 +56,12 @@ class BlockRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """The columns of docs/FORMAT.md, "Index"; entry ``k`` of every ``tensor_*`` column belongs to
-    tensor ``k``.
+    """The columns of docs/FORMAT.md, "Index"; entry ``k`` of every ``tensor_*`` column belongs to tensor ``k``.
 
-    ``dims_ends``, ``name_ends`` and ``note_ends`` are prefix sums without the leading 0.
-    ``tensor_nbytes`` is derived from dtype and dims.
+    ``dims_ends``, ``name_ends`` and ``note_ends`` are prefix sums without the leading 0.  ``tensor_nbytes`` is derived
+    from dtype and dims.
 
-    Units: bytes; ``buffer_offsets`` count from the region's first byte, ``tensor_starts`` from the
-    buffer's.
+    Units: bytes; ``buffer_offsets`` count from the region's first byte, ``tensor_starts`` from the buffer's.
     Lifetime: after :func:`decode_index` most columns are views of the data it was given.
     """
 
@@ -96,8 +94,7 @@ class Index:
 
     @cached_property
     def block_ends(self) -> NDArray[np.int64]:
-        """Prefix sums of :attr:`block_counts`: buffer ``b`` has the blocks ``[block_ends[b-1],
-        block_ends[b])``."""
+        """Prefix sums of :attr:`block_counts`: buffer ``b`` has the blocks ``[block_ends[b-1], block_ends[b])``."""
         return np.cumsum(self.block_counts)
 
     @cached_property
@@ -442,8 +439,7 @@ def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[
         shapes = dims.values[begins[rows, None] + np.arange(rank)]
         # Zero dims out first, so that a zero cannot hide a product that overflows elsewhere.
         filled = np.where(shapes == 0, 1, shapes)
-        # float64 proves that the exact products fit: 64 factors round by less than one part in
-        # 2**46.
+        # float64 proves that the exact products fit: 64 factors round by less than one part in 2**46.
         rough = filled.astype(np.float64).prod(axis=1)
         fits = (rough < MAX_NBYTES * 1.001) & (rough * nbits[rows] < 8 * MAX_NBYTES * 1.001)
         _require(bool(fits.all()), "tensors of at most 2**62 bytes")

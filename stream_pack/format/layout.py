@@ -1,8 +1,7 @@
 """The plan: a pure function from the tensors there are to their places in the pack.
 
-:func:`plan` decides which tensors share bytes, which bytes of the source are used, where every
-buffer is, and checks every limit; it reads no tensor data.  Source: docs/FORMAT.md,
-"Tensors and buffers".
+:func:`plan` decides which tensors share bytes, which bytes of the source are used, where every buffer is, and checks
+every limit; it reads no tensor data.  Source: docs/FORMAT.md, "Tensors and buffers".
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ class Policy:
 class Layout:
     """The place of everything.
 
-    ``index`` and ``region_nbytes`` are what the file will say.  Buffer ``b`` of the index is filled
-    with the bytes from ``buffer_starts[b]`` on of the source's storage ``buffer_storages[b]``.
+    ``index`` and ``region_nbytes`` are what the file will say.  Buffer ``b`` of the index is filled with the bytes from
+    ``buffer_starts[b]`` on of the source's storage ``buffer_storages[b]``.
 
-    For the report, in bytes: ``tensors_nbytes``, all tensors as if each stood alone;
-    ``shared_nbytes``, what sharing saves of that; ``unused_nbytes``, source bytes that no tensor
-    has; ``repeated_nbytes``, buffers beyond the used source bytes (views stored apart, expanded
-    ones written out), both counted before a cast; ``cast_nbytes``, what casting adds to the buffers
-    (less than 0: takes off); ``padding_nbytes``, zeros in the region.  ``tied`` counts the tensors that
-    have another tensor's bytes.
+    For the report, in bytes: ``tensors_nbytes``, all tensors as if each stood alone; ``shared_nbytes``, what sharing
+    saves of that; ``unused_nbytes``, source bytes that no tensor has; ``repeated_nbytes``, buffers beyond the used
+    source bytes (views stored apart, expanded ones written out), both counted before a cast; ``cast_nbytes``, what
+    casting adds to the buffers (less than 0: takes off); ``padding_nbytes``, zeros in the region.  ``tied`` counts the
+    tensors that have another tensor's bytes.
     """
 
     index: Index
@@ -75,8 +73,7 @@ class Layout:
 def plan(catalog: Catalog, policy: Policy) -> Layout:
     """Lay out the tensors of ``catalog``.
 
-    Raises: LimitError for too many tensors, too many bytes, or a blow-up that ``policy`` does not
-    allow.
+    Raises: LimitError for too many tensors, too many bytes, or a blow-up that ``policy`` does not allow.
     """
     if len(catalog) > MAX_TENSORS:
         raise LimitError(
@@ -159,8 +156,7 @@ def _index(
 
 
 def _check_total(buffer_nbytes: NDArray[np.int64], alignment: Alignment) -> None:
-    # In float64 first: the exact sum may wrap.  Every buffer may cost up to one alignment of
-    # padding.
+    # In float64 first: the exact sum may wrap.  Every buffer may cost up to one alignment of padding.
     rough = float(buffer_nbytes.astype(np.float64).sum()) + alignment.large * (
         len(buffer_nbytes) + 1.0
     )
@@ -172,8 +168,7 @@ def _check_total(buffer_nbytes: NDArray[np.int64], alignment: Alignment) -> None
 
 
 def _place(nbytes: NDArray[np.int64], alignment: Alignment) -> tuple[NDArray[np.int64], int]:
-    """Buffer offsets, each the first multiple of its alignment after the one before; and the last
-    buffer's end."""
+    """Buffer offsets, each the first multiple of its alignment after the one before; and the last buffer's end."""
     if len(nbytes) == 0:
         return np.empty(0, np.int64), 0
     # A run begins at each large buffer.  Inside a run all offsets are multiples of the small alignment.
@@ -196,20 +191,18 @@ def _hosts(
     nbytes: NDArray[np.int64],
     alignment: Alignment,
 ) -> NDArray[np.int64]:
-    """For each range, the range whose bytes it has: itself, an equal one, or the longest that it
-    may be inside.
+    """For each range, the range whose bytes it has: itself, an equal one, or the longest that it may be inside.
 
-    A range may be inside another if it starts there at a multiple of its own alignment.  Ties go
-    to the first.  Containment at such starts is transitive (a longer range has no smaller
-    alignment), so a host is always its own host.
+    A range may be inside another if it starts there at a multiple of its own alignment.  Ties go to the first.
+    Containment at such starts is transitive (a longer range has no smaller alignment), so a host is always its own
+    host.
     """
     count = len(storages)
     hosts = np.arange(count)
     if count == 0:
         return hosts
     ends = starts + nbytes
-    # By storage, then start, then longest first, then catalog order: whatever contains a range
-    # precedes it.
+    # By storage, then start, then longest first, then catalog order: whatever contains a range precedes it.
     order = np.lexsort((hosts, -ends, starts, storages))
     storage, start, end = storages[order], starts[order], ends[order]
     first = np.ones(count, bool)

@@ -17,8 +17,7 @@ __all__ = [
 ]
 
 MAX_NBYTES = 2**62
-"""Bytes, or elements, of a tensor, and bytes of a pack: any sum of two stays inside a signed 64-bit
-integer."""
+"""Bytes, or elements, of a tensor, and bytes of a pack: any sum of two stays inside a signed 64-bit integer."""
 
 MAX_RANK = 64
 """Dims of a tensor: NumPy's limit, and that of torch's own kernels."""

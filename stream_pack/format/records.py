@@ -1,9 +1,8 @@
 """Locator and footer: the two records that are read from their end.
 
-The last 16 bytes of either never change: u32 record nbytes, u32 version, 8-byte magic.  Before them
-are u64 fields, the checksum last.  A later minor change adds fields at the front, so known fields
-keep their distance from the end; a change of meaning raises the version, and a reader refuses one
-above its own.
+The last 16 bytes of either never change: u32 record nbytes, u32 version, 8-byte magic.  Before them are u64 fields, the
+checksum last.  A later minor change adds fields at the front, so known fields keep their distance from the end; a
+change of meaning raises the version, and a reader refuses one above its own.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class _Record:
     """Every dataclass field is a u64, in file order; ``checksum`` is the last."""
 
     NAME: ClassVar[str]
-    # Like PNG's: a byte above 127 shows a 7-bit channel, CR LF a text-mode one, 0x1a stops a
-    # terminal's `type`.
+    # Like PNG's: a byte above 127 shows a 7-bit channel, CR LF a text-mode one, 0x1a stops a terminal's `type`.
     MAGIC: ClassVar[bytes]
 
     @classmethod
