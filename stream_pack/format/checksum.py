@@ -109,18 +109,12 @@ class BlockHasher:
 
     def update_zeros(self, nbytes: int) -> list[int]:
         """Hash ``nbytes`` zero bytes; whole blocks of them cost nothing."""
-        done: list[int] = []
-        if self._filled:
-            head = min(nbytes, self._block_nbytes - self._filled)
-            for part in zeros(head):
-                done += self.update(part)
-            nbytes -= head
-        whole, rest = divmod(nbytes, self._block_nbytes)
+        head = min(nbytes, -self._filled % self._block_nbytes)
+        done = [checksum for part in zeros(head) for checksum in self.update(part)]
+        whole, rest = divmod(nbytes - head, self._block_nbytes)
         if whole:
             done += [xxh3_of_zeros(self._block_nbytes)] * whole
-        for part in zeros(rest):
-            done += self.update(part)
-        return done
+        return done + [checksum for part in zeros(rest) for checksum in self.update(part)]
 
     def finish(self) -> list[int]:
         """The checksum of the block begun, if any; the hasher is then as new."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import FormatError
 from stream_pack.format.ragged import Ragged
 
-__all__ = ["Table", "Tables", "gather", "root_table"]
+__all__ = ["Table", "Tables", "decode_text", "gather", "root_table"]
 
 _N = TypeVar("_N", bound=np.generic)
 _I = TypeVar("_I", bound=np.integer)
@@ -38,16 +38,11 @@ class Table:
         vtable = position - self._read("<i", position)
         vtable_nbytes = self._read("<H", vtable)
         self._table_nbytes = self._read("<H", vtable + 2)
-        if (
-            vtable_nbytes < 4
-            or vtable_nbytes % 2
-            or self._table_nbytes < 4
-            or position + self._table_nbytes > len(data)
-        ):
+        is_whole = 4 <= self._table_nbytes <= len(data) - position
+        if vtable_nbytes < 4 or vtable_nbytes % 2 or not is_whole:
             raise self._broken(vtable)
-        self._slots = [
-            self._read("<H", vtable + 4 + 2 * slot) for slot in range((vtable_nbytes - 4) // 2)
-        ]
+        slots = range(vtable + 4, vtable + vtable_nbytes, 2)
+        self._slots = [self._read("<H", slot) for slot in slots]
 
     def _broken(self, position: int) -> FormatError:
         return FormatError(
@@ -91,11 +86,9 @@ class Table:
 
     def vector(self, slot: int, dtype: type[_N]) -> NDArray[_N]:
         """The scalars of the vector in ``slot``, in place; absent counts as empty."""
-        where = self.vector_position(slot, np.dtype(dtype).itemsize)
-        if where is None or where[1] == 0:
-            return np.empty(0, dtype)
         little = np.dtype(dtype).newbyteorder("<")
-        return np.frombuffer(self.data, little, offset=where[0], count=where[1])
+        first, count = self.vector_position(slot, little.itemsize) or (0, 0)
+        return np.frombuffer(self.data[first:], little, count=count)
 
     def tables(self, slot: int, *, most: int | None = None) -> Tables:
         """The tables of the vector in ``slot``, the first ``most`` of them; absent counts as empty."""
@@ -111,14 +104,12 @@ class Table:
 
     def strings(self, slot: int, *, limit: int) -> list[str]:
         """The texts of a vector of at most ``limit`` strings; absent counts as empty."""
-        where = self.vector_position(slot, 4)
-        if where is not None and where[1] > limit:
-            raise FormatError(f"{self.what} is broken: {where[1]} texts, the limit is {limit}")
+        first, count = self.vector_position(slot, 4) or (0, 0)
+        if count > limit:
+            raise FormatError(f"{self.what} is broken: {count} texts, the limit is {limit}")
         texts = []
         total = 0
-        for number in range(where[1] if where else 0):
-            assert where is not None
-            position = where[0] + 4 * number
+        for position in range(first, first + 4 * count, 4):
             position += self._read("<I", position)
             nbytes = self._read("<I", position)
             total += nbytes
@@ -129,10 +120,7 @@ class Table:
         return texts
 
     def _text(self, position: int, nbytes: int) -> str:
-        try:
-            return str(self.data[position : position + nbytes], "utf-8")
-        except UnicodeDecodeError:
-            raise FormatError(f"{self.what}: a text at byte {position} is not UTF-8") from None
+        return decode_text(self.data, position, nbytes, f"{self.what}: a text at byte {position}")
 
 
 class Tables:
@@ -214,10 +202,7 @@ class Tables:
         return [self._text(first, nbytes) if held else None for held, first, nbytes in rows]
 
     def _text(self, first: int, nbytes: int) -> str:
-        try:
-            return str(self._raw.data[first : first + nbytes], "utf-8")
-        except UnicodeDecodeError:
-            raise FormatError(f"{self.what}: a text at byte {first} is not UTF-8") from None
+        return decode_text(self._raw.data, first, nbytes, f"{self.what}: a text at byte {first}")
 
     def spans(self, slot: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the first elements of vectors are, and how many there are; absent counts as empty.
@@ -252,6 +237,14 @@ class Tables:
             )
         elements = _elements(firsts, counts, dtype.itemsize)
         return Ragged(self._gather(elements.values, dtype), elements.ends)
+
+
+def decode_text(data: memoryview, begin: int, nbytes: int, what: str) -> str:
+    """The text of a string.  Raises: FormatError when ``what`` is not UTF-8."""
+    try:
+        return str(data[begin : begin + nbytes], "utf-8")
+    except UnicodeDecodeError:
+        raise FormatError(f"{what} is not UTF-8") from None
 
 
 def _elements(

@@ -143,8 +143,7 @@ def _ids_and_values(data: memoryview) -> tuple[NDArray[np.int32], int]:
     """The constant ids, and where the offsets of the values are."""
     root = root_table(data, IDENTIFIER, _WHAT)
     ids = root.vector(_CONSTANT_IDS, np.int32)
-    where = root.vector_position(_MPS_VALUES, 4)
-    first, count = where if where is not None else (0, 0)
+    first, count = root.vector_position(_MPS_VALUES, 4) or (0, 0)
     if len(ids) > count or (len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count)):
         raise FormatError(
             f"{_WHAT} is broken: {len(ids)} constant ids from {int(ids.min())} to {int(ids.max())} for {count} values"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, UnsupportedTensorError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
-from stream_pack.format.flatbuf import root_table
+from stream_pack.format.flatbuf import decode_text, root_table
 from stream_pack.format.flatbuf_write import ColumnWriter, text_words
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
@@ -64,10 +64,8 @@ class FlatTensor:
 
     def key(self, entry: int) -> str:
         """The key of an entry.  Raises: FormatError when it is not UTF-8."""
-        try:
-            return self.key_bytes(entry).decode()
-        except UnicodeDecodeError:
-            raise FormatError(f"{_WHAT}: the key of entry {entry} is not UTF-8") from None
+        begin, nbytes = self.key_begins.item(entry), self.key_nbytes.item(entry)
+        return decode_text(self.data, begin, nbytes, f"{_WHAT}: the key of entry {entry}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, LimitError
-from stream_pack.format.flatbuf import Table, Tables, root_table
+from stream_pack.format.flatbuf import Table, Tables, decode_text, root_table
 from stream_pack.format.flatbuf_write import ColumnWriter
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index
@@ -95,10 +95,7 @@ class XnnGraph:
         begin, nbytes = int(self.key_begins[constant]), int(self.key_nbytes[constant])
         if nbytes == 0:
             return None
-        try:
-            return str(self.data[begin : begin + nbytes], "utf-8")
-        except UnicodeDecodeError:
-            raise FormatError(f"{_WHAT}: the key of constant {constant} is not UTF-8") from None
+        return decode_text(self.data, begin, nbytes, f"{_WHAT}: the key of constant {constant}")
 
 
 def encode(index: Index) -> bytes:

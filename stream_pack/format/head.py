@@ -17,11 +17,7 @@ from stream_pack.format.front import MAX_HEADER_NBYTES, Front, decode_header
 from stream_pack.format.header import Header, HeadKind
 from stream_pack.format.index import Index, decode_index, encode_index
 from stream_pack.format.layout import Layout
-from stream_pack.format.limits import (
-    MAX_HEAD_NBYTES,
-    MAX_NBYTES,
-    MAX_RECORD_NBYTES,
-)
+from stream_pack.format.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES
 from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 __all__ = [

@@ -8,6 +8,7 @@ Source: docs/FORMAT.md, "Index".
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -152,18 +153,10 @@ class Index:
             wanted = name.encode()
         except UnicodeEncodeError:
             return None
-        low, high = 0, len(self.name_order)
-        while low < high:
-            middle = (low + high) // 2
-            if self.name_bytes(int(self.name_order[middle])) < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        if low < len(self.name_order):
-            tensor = int(self.name_order[low])
-            if self.name_bytes(tensor) == wanted:
-                return tensor
-        return None
+        order = self.name_order
+        place = bisect_left(order, wanted, key=self.name_bytes)
+        found = place < len(order) and self.name_bytes(order.item(place)) == wanted
+        return order.item(place) if found else None
 
     def shape(self, tensor: int) -> tuple[int, ...]:
         """The dims of a tensor, outermost first, in elements."""
@@ -340,7 +333,7 @@ def _column(table: Table, name: str) -> Any:
     return column.view(np.int64)
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool | np.bool_, what: str) -> None:
     if not holds:
         raise FormatError(f"the index is broken: expected {what}")
 
@@ -349,7 +342,7 @@ def _check_ends(rows: Ragged[Any], count: int, what: str) -> None:
     """There are ``count`` rows, and all values belong to them."""
     ends, total = rows.ends, len(rows.values)
     _require(len(ends) == count, f"{count} ends of {what}, found {len(ends)}")
-    _require(bool((ends[1:] >= ends[:-1]).all()), f"ascending ends of {what}")
+    _require((ends[1:] >= ends[:-1]).all(), f"ascending ends of {what}")
     _require((int(ends[-1]) if count else 0) == total, f"ends of {what} that end at {total}")
 
 
@@ -360,20 +353,20 @@ def _check_dtypes(index: Index) -> None:
         known = BITS[BY_NAME[name]] if name in BY_NAME else max(1, bits)
         _require(bits == known, f"{known} bits for the dtype {quoted(name)}, found {bits}")
     _require(len(index.tensor_dtypes) == len(index), "one dtype per tensor")
-    _require(bool((index.tensor_dtypes < len(names)).all()), "dtype numbers within the table")
+    _require((index.tensor_dtypes < len(names)).all(), "dtype numbers within the table")
 
 
 def _check_buffers(index: Index, region_nbytes: int) -> None:
     offsets, nbytes = index.buffer_offsets, index.buffer_nbytes
     _require(len(offsets) == len(nbytes), "one offset and one length per buffer")
-    _require(bool((nbytes > 0).all()), "buffers of at least one byte")
+    _require((nbytes > 0).all(), "buffers of at least one byte")
     # Never offset + nbytes: that sum may wrap.
     _require(
-        bool((offsets <= region_nbytes).all()) and bool((nbytes <= region_nbytes - offsets).all()),
+        (offsets <= region_nbytes).all() and (nbytes <= region_nbytes - offsets).all(),
         "buffers inside the region",
     )
     _require(
-        bool((offsets[1:] >= offsets[:-1] + nbytes[:-1]).all()),
+        (offsets[1:] >= offsets[:-1] + nbytes[:-1]).all(),
         "buffers in ascending order that do not overlap",
     )
 
@@ -382,16 +375,16 @@ def _check_places(index: Index) -> None:
     _require(len(index.tensor_starts) == len(index), "one start per tensor")
     held = index.tensor_buffers != NO_BUFFER
     _require(
-        bool((held == (index.tensor_nbytes > 0)).all()),
+        (held == (index.tensor_nbytes > 0)).all(),
         "a buffer for exactly the tensors that have bytes",
     )
     _require(not index.tensor_starts[~held].any(), "start 0 for tensors of 0 bytes")
     buffers, starts = index.tensor_buffers[held], index.tensor_starts[held]
     nbytes = index.tensor_nbytes[held]
-    _require(bool((buffers < len(index.buffer_offsets)).all()), "existing buffers")
+    _require((buffers < len(index.buffer_offsets)).all(), "existing buffers")
     room = index.buffer_nbytes[buffers]
     _require(
-        bool((starts <= room).all()) and bool((nbytes <= room - starts).all()),
+        (starts <= room).all() and (nbytes <= room - starts).all(),
         "tensors inside their buffers",
     )
     wanted = index.alignment.of(nbytes)
@@ -409,8 +402,7 @@ def _check_names(index: Index) -> None:
     _require(
         len(order) == 0
         or (
-            int(order.max()) < len(order)
-            and bool((np.bincount(order, minlength=len(order)) == 1).all())
+            int(order.max()) < len(order) and (np.bincount(order, minlength=len(order)) == 1).all()
         ),
         "a name order that is a permutation",
     )
@@ -421,8 +413,8 @@ def _check_notes(index: Index) -> None:
     _check_ends(index.ragged_notes, 2 * len(tensors), "notes")
     _check_text(index.ragged_notes, "notes")
     _require(
-        bool(((tensors < len(index)) | (tensors == PACK_NOTE)).all())
-        and bool((tensors[1:] >= tensors[:-1]).all()),
+        ((tensors < len(index)) | (tensors == PACK_NOTE)).all()
+        and (tensors[1:] >= tensors[:-1]).all(),
         "notes sorted by tensor, of existing tensors",
     )
 
@@ -447,7 +439,7 @@ def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[
         # Not elements * bits // 8: that product may need 66 bits.
         length = elements // 8 * nbits[rows] + elements % 8 * nbits[rows] // 8
         _require(
-            bool((elements <= MAX_NBYTES).all() and (length <= MAX_NBYTES).all()),
+            (elements <= MAX_NBYTES).all() and (length <= MAX_NBYTES).all(),
             "tensors of at most 2**62 bytes",
         )
         last = shapes[:, -1] if rank else np.ones(len(rows), np.int64)

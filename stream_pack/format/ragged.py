@@ -50,13 +50,9 @@ class Ragged(Generic[_N]):
         """The place of each value in its row."""
         return np.arange(len(self.values)) - np.repeat(self.begins, self.lengths)
 
-    def span(self, row: int) -> slice:
-        """Where a row is."""
-        return slice(self.ends.item(row - 1) if row else 0, self.ends.item(row))
-
     def row(self, row: int) -> NDArray[_N]:
         """The values of a row, in place."""
-        return self.values[self.span(row)]
+        return self.values[self.ends.item(row - 1) if row else 0 : self.ends.item(row)]
 
     def take(self, rows: NDArray[np.integer] | NDArray[np.bool_]) -> Ragged[_N]:
         """These rows, by number or by mask."""

@@ -18,39 +18,44 @@ SNIFF_NBYTES = 512
 
 
 class Kind(enum.Enum):
-    """What the first bytes claim."""
+    """What the first bytes claim: in words, with what to do about it after a colon."""
 
     # What this package reads.
-    PACK = "pack"  # or a raw MP00 or XH00 payload, which begins the same
-    TORCH_ZIP = "torch zip"
-    TORCH_LEGACY = "legacy torch.save"
-    SAFETENSORS = "safetensors"
-    GGUF = "GGUF"
+    PACK = "a pack, or a raw payload of ExecuTorch"
+    TORCH_ZIP = "a checkpoint of torch.save"
+    TORCH_LEGACY = "a checkpoint of torch.save in its format before 1.6"
+    SAFETENSORS = "a safetensors file"
+    GGUF = "a GGUF file"
     # Other forms of weights.
-    TORCH_SCRIPT = "TorchScript"
-    TORCH_EXPORT = "torch.export program"
-    PICKLE = "pickle"
-    NPZ = "NumPy archive"
-    NPY = "NumPy array"
-    HDF5 = "HDF5"
-    PTE = "ExecuTorch program"
-    PTD = "ExecuTorch data"
+    TORCH_SCRIPT = "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()"
+    TORCH_EXPORT = (
+        "a torch.export program (.pt2): load it with torch.export.load and save its state_dict"
+    )
+    PICKLE = (
+        "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors "
+        "with torch.save"
+    )
+    NPZ = "a NumPy archive (.npz): give its arrays to save_file"
+    NPY = "a NumPy array (.npy), which has no name: give it to save_file"
+    HDF5 = "an HDF5 file (Keras?): load it where it was written and save its tensors"
+    PTE = "an ExecuTorch program (.pte)"
+    PTD = "an ExecuTorch data file (.ptd)"
     # Containers and compression.
-    ZIP = "zip"
-    TAR = "tar"
-    GZIP = "gzip"
-    ZSTD = "zstd"
-    XZ = "xz"
-    BZIP2 = "bzip2"
-    LZ4 = "lz4"
+    ZIP = "a zip archive, but not of torch.save: unpack it first"
+    TAR = "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)"
+    GZIP = "compressed data: pipe it through gzip -dc"
+    ZSTD = "compressed data: pipe it through zstd -dc"
+    XZ = "compressed data: pipe it through xz -dc"
+    BZIP2 = "compressed data: pipe it through bzip2 -dc"
+    LZ4 = "compressed data: pipe it through lz4 -dc"
     # Common mistakes.
-    EMPTY = "empty"
-    ZEROS = "zeros"
-    HTML = "HTML"
-    GIT_LFS = "Git LFS pointer"
-    LEADING_TEXT = "text before an archive"
+    EMPTY = "empty input: did the program that writes it fail?"
+    ZEROS = "nothing but zero bytes: a download that reserved its space and never filled it?"
+    HTML = "a web page: the download gave a login or an error, not the file"
+    GIT_LFS = "a Git LFS pointer, not the file itself: run git lfs pull"
+    LEADING_TEXT = "text before the archive: does the program that writes it print to stdout?"
     TEXT = "text"
-    UNKNOWN = "unknown"
+    UNKNOWN = "no format known here"
 
 
 _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
@@ -97,45 +102,8 @@ _WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)\b", re.I
 _NOT_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # ESC is text: terminals' colours
 _MAX_SHOWN = 40
 
-_ADVICE: dict[Kind, str] = {
-    Kind.PACK: "a pack, or a raw payload of ExecuTorch",
-    Kind.TORCH_ZIP: "a checkpoint of torch.save",
-    Kind.SAFETENSORS: "a safetensors file",
-    Kind.TORCH_LEGACY: "a checkpoint of torch.save in its format before 1.6",
-    Kind.TORCH_SCRIPT: "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()",
-    Kind.TORCH_EXPORT: "a torch.export program (.pt2): load it with torch.export.load and save its state_dict",
-    Kind.PICKLE: "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors "
-    "with torch.save",
-    Kind.NPZ: "a NumPy archive (.npz): give its arrays to save_file",
-    Kind.NPY: "a NumPy array (.npy), which has no name: give it to save_file",
-    Kind.GGUF: "a GGUF file",
-    Kind.HDF5: "an HDF5 file (Keras?): load it where it was written and save its tensors",
-    Kind.PTE: "an ExecuTorch program (.pte)",
-    Kind.PTD: "an ExecuTorch data file (.ptd)",
-    Kind.ZIP: "a zip archive, but not of torch.save: unpack it first",
-    Kind.TAR: "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)",
-    Kind.GZIP: "compressed data: pipe it through gzip -dc",
-    Kind.ZSTD: "compressed data: pipe it through zstd -dc",
-    Kind.XZ: "compressed data: pipe it through xz -dc",
-    Kind.BZIP2: "compressed data: pipe it through bzip2 -dc",
-    Kind.LZ4: "compressed data: pipe it through lz4 -dc",
-    Kind.EMPTY: "empty input: did the program that writes it fail?",
-    Kind.ZEROS: "nothing but zero bytes: a download that reserved its space and never filled it?",
-    Kind.HTML: "a web page: the download gave a login or an error, not the file",
-    Kind.GIT_LFS: "a Git LFS pointer, not the file itself: run git lfs pull",
-    Kind.LEADING_TEXT: "text before the archive: does the program that writes it print to stdout?",
-    Kind.TEXT: "text",
-    Kind.UNKNOWN: "no format known here",
-}
 CHECKPOINTS = frozenset(
-    {
-        Kind.TORCH_ZIP,
-        Kind.SAFETENSORS,
-        Kind.TORCH_LEGACY,
-        Kind.GGUF,
-        Kind.PTE,
-        Kind.PTD,
-    }
+    {Kind.TORCH_ZIP, Kind.SAFETENSORS, Kind.TORCH_LEGACY, Kind.GGUF, Kind.PTE, Kind.PTD}
 )
 """What a pack can be made of."""
 
@@ -151,7 +119,7 @@ def sniff(start: bytes) -> Kind:
         if start.startswith(magic, at):
             return kind
     if start.startswith(_ZIP_ENTRY):
-        return _zip_kind(_first_zip_entry(start))
+        return _zip_kind(start)
     if _LEGACY.match(start):
         return Kind.TORCH_LEGACY
     if start[0] == 0x80 and 2 <= int.from_bytes(start[1:2], "little") <= 5:
@@ -169,7 +137,7 @@ def sniff(start: bytes) -> Kind:
 
 def describe(kind: Kind, start: bytes) -> str:
     """One line: what input of this kind is, and what to do about it; ``start`` as for :func:`sniff`."""
-    text = _ADVICE[kind]
+    text: str = kind.value
     if kind in _SHOWS_START:
         what, separator, advice = text.partition(": ")
         shown = start[:_MAX_SHOWN]
@@ -187,13 +155,10 @@ def describe_start(start: bytes) -> str:
     return describe(sniff(start), start)
 
 
-def _first_zip_entry(start: bytes) -> str:
-    # Local header: name length at 26, name at 30.
+def _zip_kind(start: bytes) -> Kind:
+    # Local header of the first entry: name length at 26, name at 30.
     nbytes = int.from_bytes(start[26:28], "little")
-    return start[30 : 30 + nbytes].decode(errors="replace")
-
-
-def _zip_kind(entry: str) -> Kind:
+    entry = start[30 : 30 + nbytes].decode(errors="replace")
     if entry.endswith(".npy"):
         return Kind.NPZ
     record = entry.partition("/")[2]
