@@ -42,6 +42,9 @@ OpenFile: TypeAlias = Callable[[Path], Source]
 Allow: TypeAlias = Callable[[int], None]
 """Is told how many bytes of memory are about to be taken for what a set's own files say; raises if that is too much."""
 
+MAX_FILE_NAME_NBYTES = 255
+"""Of the file systems of Linux and macOS: a longer name is no file's."""
+
 
 def member_path(folder: Path, name: object, *, told_by: str) -> Path:
     """The file of a set that ``told_by``, itself a file of the set, calls ``name``.
@@ -53,9 +56,9 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
     """
     if (
         type(name) is not str
-        or name in ("", ".", "..")
+        or name in (".", "..")
         or any(character in name for character in "/\\\0")
-        or not _can_be_utf8(name)
+        or not 0 < _utf8_nbytes(name) <= MAX_FILE_NAME_NBYTES
     ):
         raise UnsupportedCheckpointError(
             f"{told_by} names the file {shown(name)}: expected the plain name of a file in the same folder"
@@ -280,9 +283,9 @@ def _storages(catalog: Catalog) -> int:
     return 1 + max(*catalog.derived, int(catalog.storages.max(initial=-1)), -1)
 
 
-def _can_be_utf8(text: str) -> bool:
+def _utf8_nbytes(text: str) -> int:
+    """The length of ``text`` in UTF-8; 0 where it has none."""
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError:
-        return False
-    return True
+        return 0
