@@ -1,6 +1,6 @@
-"""The constants in a program, payload or data file that ExecuTorch wrote.
+"""Files that ExecuTorch wrote, as sources.
 
-* ``source``: the source; where things are in the file is known to ``et_files``.
-* ``heads``: reads the heads, in place or from a pipe.
-* ``footers``: notices a pack whose locator is lost, which looks like ExecuTorch's own payload.
+* ``source``: the constants that a survey (:mod:`stream_pack.et_files`) finds;
+* ``heads``: reading what describes them, in place or from a pipe;
+* ``footers``: recognises a damaged pack that looks like a raw payload.
 """

@@ -1,5 +1,1 @@
-"""GGUF files, read without the gguf package.
-
-* ``header``: key-values and tensors, from a header that may be hostile.
-* ``source``: the source; quantized tensors stay blocks of bytes, with notes that say what they mean.
-"""
+"""GGUF files: ``header`` reads what precedes the data, within limits; ``source`` gives the tensors' bytes."""

@@ -1,6 +1,5 @@
-"""Tensors in the caller's memory.
+"""Tensors in the caller's memory: ``source`` finds what shares memory, and streams it.
 
-* ``source``: the source, for a mapping of names or a module.
-* ``tensor``: what is known of one tensor, whichever library made it.
-* ``torch_tensors``, ``numpy_arrays``: that, from torch (imported only for torch objects) and from NumPy.
+* ``tensor``: what is known of one tensor, whichever library made it;
+* ``numpy_arrays``, ``torch_tensors``: how each library's tensors are described and read (torch only if it is loaded).
 """

@@ -1,7 +1,10 @@
-"""Checkpoints of several files, each kind recognised by what its folder holds.
+"""Checkpoints that are more than one file.
 
-* ``recognise``: which kind a folder is.
-* ``hugging_face``: shards and their index.  ``llama``, ``llama_params``: Meta's shards and their params.json.
-* ``dcp``, ``dcp_metadata``: a torch.distributed checkpoint and its .metadata.  ``ninja``: arrays of mmap-ninja.
-* ``composite``: opening the files of a set, and many sources as one.  ``assembly``: tensors joined from parts.
+* ``recognise``: which set a folder holds;
+* ``composite``: several sources as one, and opening the files of a set;
+* ``assembly``: one tensor from parts of several files;
+* ``hugging_face``: an index and its shards;
+* ``llama``, ``llama_params``: the shards of Meta's Llama, and what ``params.json`` says of them;
+* ``dcp``, ``dcp_metadata``: torch.distributed checkpoints;
+* ``ninja``: folders of mmap-ninja.
 """

@@ -80,9 +80,8 @@ class DcpSource(Source):
         builder = CatalogBuilder()
         nbytes = 0
         for tensor in self._tensors:
-            _plan(
-                tensor
-            )  # refused now, not when its bytes are due; kept, all plans would take much memory
+            # Refused now, not when its bytes are due.  The plan is not kept: all of them would take much memory.
+            _plan(tensor)
         for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
             shape = _logical(tensor.dtype, tensor.shape)
             nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)

@@ -1,9 +1,8 @@
-"""Checkpoints of ``torch.save``, in both of its formats, read without torch and without running anything in them.
+"""Checkpoints of ``torch.save``, in both of its formats, read without torch.
 
-* ``source``: what the formats share.  ``zip``, ``legacy``: the source of each.  ``container``: what reads its storages.
-* ``archive``, ``zip_records``, ``inflate``: the zip format: storages and their CRC-32, records, compression.
-* ``unpickler``, ``globals``: the pickle, interpreted into inert values; what the names in it mean.
-* ``state_dict``, ``nesting``, ``tensor_names``: which of these values are the tensors wanted, and their names;
-  ``outline``: the keys to choose from.
-* ``tensors``, ``dtensor``: from values to a catalog; one rank's part of a distributed tensor.
+* ``zip``, ``legacy``: the two formats as sources; ``source``: what they share; ``container``: what both offer it;
+* ``archive``: the records of a zip; ``zip_records``: their headers and directory; ``inflate``: compressed ones;
+* ``unpickler``: a pickle machine that runs nothing; ``globals``, ``dtensor``: what the names in a pickle mean;
+* ``nesting``: which of the nested values is taken; ``tensor_names``: names for it; ``state_dict``: the result;
+* ``outline``: a table of what is nested where; ``tensors``: from the pickle's tensors to a catalog.
 """

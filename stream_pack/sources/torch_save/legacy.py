@@ -60,9 +60,8 @@ class _LegacyFile:
             raise UnsupportedCheckpointError(
                 "the checkpoint begins with another magic number or version than torch.save writes"
             )
-        self._unpickle(
-            objects
-        )  # sizes of C types and the byte order of the machine, which torch does not look at
+        # Sizes of C types and the byte order of the machine, which torch does not look at either.
+        self._unpickle(objects)
         value = self._unpickle(objects)
         found = objects.storages
         self.storages = {key: found[key] for key in _checked_keys(self._unpickle(objects), found)}

@@ -112,9 +112,8 @@ class Unpickler:
         self._passed = 0  # bytes before self._data
         self._stack: list[object] = []
         self._marks: list[list[object]] = []  # the stacks below each open mark
-        self._memo: list[
-            object
-        ] = []  # pickles count up from 0: no table that is made anew when it is full
+        # Pickles number their values from 0 up: a list needs no table that is copied when it grows.
+        self._memo: list[object] = []
         self._odd_memo: dict[int, object] = {}  # what they stored under other numbers
         self._created = 0
         self._longest = 0  # of the dicts
