@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import stream_pack
 from stream_pack.cli import main
+from stream_pack.inspection.inspect import inspect_pack
 from stream_pack.inspection.inspection import Inspection
-from stream_pack.inspection.of_pack import inspect_pack
 from tests.support.packs import pack_bytes, places, tensors
 from tests.vectors import minimal_reader
 

@@ -19,7 +19,7 @@ from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.front import MPS
 from stream_pack.format.head import encode_footer, encode_head
 from stream_pack.format.layout import Policy, plan
-from stream_pack.inspection.of_pack import inspect_pack
+from stream_pack.inspection.inspect import inspect_pack
 from tests.support.memory import anonymous_nbytes
 from tests.support.smaps import mapped_file
 

@@ -23,7 +23,7 @@ from stream_pack import (
 )
 from stream_pack.format.front import KINDS
 from stream_pack.format.header import To
-from stream_pack.inspection.of_pack import inspect_pack
+from stream_pack.inspection.inspect import inspect_pack
 from stream_pack.metal.plan import plan_metal
 from stream_pack.reader.verify import verify
 from tests.support.damage import may_refuse

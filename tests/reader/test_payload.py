@@ -21,7 +21,7 @@ from stream_pack import (
 )
 from stream_pack.format import graph_mps
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.inspection.of_pack import inspect_pack
+from stream_pack.inspection.inspect import inspect_pack
 from tests.support.damage import Share, check_each, flipped, may_refuse, some_or_all
 from tests.support.packs import pack_bytes, tensors
 
