@@ -81,9 +81,8 @@ class ColumnWriter:
 
     def references(self, place: int, targets: NDArray[np.int64]) -> None:
         """A vector of tables, vectors or texts."""
-        fields = place + 1 + np.arange(len(targets))
         self._out[place] = len(targets)
-        _refer(self._out, fields, targets)
+        _refer(self._out, place + 1 + np.arange(len(targets)), targets)
 
     def numbers(self, place: int, values: NDArray[np.integer]) -> None:
         """A vector of 32-bit numbers."""

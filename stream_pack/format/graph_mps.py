@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, LimitError
-from stream_pack.format.dtypes import BY_NAME, DTYPES
+from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.flatbuf import Tables, root_table
 from stream_pack.format.flatbuf_write import ColumnWriter
-from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.header import Header, HeadKind, types_and_dims
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK, MAX_TENSORS
 from stream_pack.format.ragged import Ragged
@@ -34,7 +34,6 @@ __all__ = [
 
 IDENTIFIER = b"MP00"
 INVALID = 0
-MAX_DIM = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +56,13 @@ class GraphValues:
 
 def expected_values(index: Index) -> GraphValues:
     """What the graph before ``index`` must say about its tensors (ids: their own numbers)."""
-    dims = index.ragged_dims
-    table = [DTYPES[BY_NAME[n]].mps if n in BY_NAME else INVALID for n in index.dtype_names]
-    datatypes = np.array(table, np.int16)[index.tensor_dtypes]
-    datatypes[dims.rows[dims.values > MAX_DIM]] = INVALID
-    named = datatypes != INVALID
-    ranks = np.where(named, dims.lengths, 0)
+    numbers = {dtype.name: dtype.mps for dtype in DTYPES}
+    datatypes, dims = types_and_dims(index, numbers, none=INVALID)
     return GraphValues(
         ids=np.arange(len(index), dtype=np.int32),
         datatypes=datatypes,
-        num_dims=ranks.astype(np.int32),
-        dims=Ragged.of(dims.take(named).values.astype(np.int32), ranks),
+        num_dims=dims.lengths.astype(np.int32),
+        dims=dims,
         nbytes=index.tensor_nbytes.astype(np.uint64),
         offsets=index.offsets.astype(np.uint64),
     )

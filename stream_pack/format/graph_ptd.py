@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import FormatError, UnsupportedTensorError
-from stream_pack.format.dtypes import BY_NAME, DTYPES
+from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.flatbuf import decode_text, root_table
 from stream_pack.format.flatbuf_write import ColumnWriter, text_words
-from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.header import Header, HeadKind, types_and_dims
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK
 from stream_pack.format.ragged import Ragged
@@ -25,9 +25,9 @@ from stream_pack.text import quoted
 __all__ = ["KIND", "FlatTensor", "decode", "disagreements", "encode"]
 
 IDENTIFIER = b"FT01"
-MAX_DIM = 2**31 - 1
 _WHAT = "the flatbuffer of the .ptd"
 _NO_TYPE = -1
+_SCALAR_TYPES = {d.name: d.executorch for d in DTYPES if d.executorch is not None}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,40 +68,19 @@ class FlatTensor:
         return decode_text(self.data, begin, nbytes, f"{_WHAT}: the key of entry {entry}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
-    """What must be said of the tensors of an index."""
-
-    scalar_types: NDArray[np.int64]  # _NO_TYPE: no layout
-    dims: Ragged[np.int32]
-    segment_offsets: NDArray[np.int64]
-    segment_nbytes: NDArray[np.int64]
-    segments: NDArray[np.int64]
+def _types_and_dims(index: Index) -> tuple[NDArray[np.int16], Ragged[np.int32]]:
+    return types_and_dims(index, _SCALAR_TYPES, none=_NO_TYPE)
 
 
-def _wanted(index: Index) -> _Wanted:
-    table = [
-        DTYPES[BY_NAME[name]].executorch if name in BY_NAME else None for name in index.dtype_names
-    ]
-    numbers = np.array([_NO_TYPE if number is None else number for number in table], np.int64)
-    types = numbers[index.tensor_dtypes]
-    dims = index.ragged_dims
-    types[dims.rows[dims.values > MAX_DIM]] = _NO_TYPE
-    named = types != _NO_TYPE
-    # Segments: each range that a tensor has, once.
+def _segments(index: Index) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets and lengths of segments: each range that a tensor has, once; and the segment of each tensor."""
     order = np.lexsort((index.tensor_nbytes, index.offsets))
     offsets, nbytes = index.offsets[order], index.tensor_nbytes[order]
     first = np.ones(len(order), bool)
     first[1:] = (np.diff(offsets) != 0) | (np.diff(nbytes) != 0)
     segments = np.empty(len(order), np.int64)
     segments[order] = np.cumsum(first) - 1
-    return _Wanted(
-        scalar_types=types,
-        dims=Ragged.of(dims.take(named).values.astype(np.int32), np.where(named, dims.lengths, 0)),
-        segment_offsets=offsets[first],
-        segment_nbytes=nbytes[first],
-        segments=segments,
-    )
+    return offsets[first], nbytes[first], segments
 
 
 def encode(index: Index) -> bytes:
@@ -112,10 +91,11 @@ def encode(index: Index) -> bytes:
     would end it.
     """
     _refuse_nul(index)
-    wanted = _wanted(index)
-    tensors, segments = len(index), len(wanted.segment_offsets)
-    named = np.flatnonzero(wanted.scalar_types != _NO_TYPE)
-    dims = Ragged.of(wanted.dims.values, wanted.dims.lengths[named])
+    types, all_dims = _types_and_dims(index)
+    segment_offsets, segment_nbytes, segment_of = _segments(index)
+    tensors, segments = len(index), len(segment_offsets)
+    named = np.flatnonzero(types != _NO_TYPE)
+    dims = all_dims.take(named)
     ranks = np.unique(dims.lengths)
 
     writer = ColumnWriter(IDENTIFIER)
@@ -142,15 +122,15 @@ def encode(index: Index) -> bytes:
     table.refer(2, named_references)
     writer.references(segment_references, segment_places)
     table = writer.tables(segment_vtable, segment_places)
-    table.u64(0, wanted.segment_offsets)
-    table.u64(1, wanted.segment_nbytes)
+    table.u64(0, segment_offsets)
+    table.u64(1, segment_nbytes)
     writer.references(named_references, entries)
     table = writer.tables(blob_vtable, entries)
     table.refer(0, names)
-    table.u32(1, wanted.segments)
+    table.u32(1, segment_of)
     writer.tables(named_vtable, entries[named]).refer(2, layouts)
     table = writer.tables(layout_vtable, layouts)
-    table.u32(0, wanted.scalar_types[named])
+    table.u32(0, types[named])
     table.refer(1, sizes)
     table.refer(2, orders[np.searchsorted(ranks, dims.lengths)])
     writer.vectors(sizes, dims)
@@ -222,15 +202,15 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
 
     Raises: FormatError when it is not a FlatTensor, or has another number of names than there are tensors.
     """
-    found, wanted = decode(data, most=len(index) + 1), _wanted(index)
+    found = decode(data, most=len(index) + 1)
     if len(found) != len(index):
         more = "at least " if len(found) > len(index) else ""
         raise FormatError(
             f"the flatbuffer has {more}{len(found)} named data for {len(index)} tensors"
         )
-    types = np.where(found.has_layout, found.scalar_types, _NO_TYPE)
-    wrong: NDArray[np.bool_] = types != wanted.scalar_types
-    wrong |= found.dims.differs(wanted.dims)
+    types, dims = _types_and_dims(index)
+    wrong: NDArray[np.bool_] = np.where(found.has_layout, found.scalar_types, _NO_TYPE) != types
+    wrong |= found.dims.differs(dims)
     wrong[found.dims.rows[found.dim_order.values != found.dims.places]] = True
     wrong |= found.segment_offsets[found.segments] != index.offsets.astype(np.uint64)
     wrong |= found.segment_nbytes[found.segments] != index.tensor_nbytes.astype(np.uint64)

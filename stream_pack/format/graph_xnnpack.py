@@ -169,11 +169,9 @@ def _values(root: Table | None, constants: int) -> XnnValues:
     parameters = quantized.scalars(1, _UNION)
     for kind, slot, datatype in ((1, 2, _FLOAT32), (4, 4, _BFLOAT16)):
         # PerChannelQuant and PerChannelGroupQuant keep their scales among the constants.
-        parts.append(
-            _scales(quantized.tables(2, np.flatnonzero(parameters == kind)), slot, datatype)
-        )
-    joined = [np.concatenate(columns) for columns in zip(*parts, strict=True)]
-    numbers, datatypes, num_dims, ranks, dims = joined
+        scaled = quantized.tables(2, np.flatnonzero(parameters == kind))
+        parts.append(_scales(scaled, slot, datatype))
+    numbers, datatypes, num_dims, ranks, dims = map(np.concatenate, zip(*parts, strict=True))
     if int(numbers.max(initial=0)) >= max(constants, 1):
         raise FormatError(
             f"{_WHAT} is broken: a value has constant {int(numbers.max())} of {constants}"
@@ -197,13 +195,8 @@ def _tensors(tensors: Tables) -> tuple[NDArray[np.integer], ...]:
 def _scales(tables: Tables, slot: int, datatype: int) -> tuple[NDArray[np.integer], ...]:
     """Constant, datatype, num_dims, rank, dims of the scales that quantization parameters refer to from ``slot`` on."""
     one = np.ones(len(tables), np.int64)
-    return (
-        tables.scalars(slot, _U4),
-        (datatype * one).astype(_I2),
-        one,
-        one,
-        tables.scalars(slot + 1, _U4),
-    )
+    numbers, dims = tables.scalars(slot, _U4), tables.scalars(slot + 1, _U4)
+    return numbers, np.full(len(tables), datatype, _I2), one, one, dims
 
 
 def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:

@@ -8,7 +8,7 @@ Source: docs/FORMAT.md, "Header".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.index import Index
+from stream_pack.format.ragged import Ragged
 
-__all__ = ["HeadKind", "Header", "To"]
+__all__ = ["HeadKind", "Header", "To", "types_and_dims"]
 
 To: TypeAlias = Literal["mps", "xnnpack", "ptd"]
 """The name of a :class:`HeadKind`."""
@@ -79,3 +80,19 @@ class Header:
     region_nbytes: int
     graph_file_offset: int
     graph_nbytes: int | None
+
+
+def types_and_dims(
+    index: Index, numbers: Mapping[str, int], *, none: int
+) -> tuple[NDArray[np.int16], Ragged[np.int32]]:
+    """What a graph says of each tensor: the number of its type, by the dtype's name, and its dims.
+
+    It says ``none``, and no dims, where a dtype has no number there, or a dim is above 2**31 - 1.
+    """
+    dims = index.ragged_dims
+    table = np.array([numbers.get(name, none) for name in index.dtype_names], np.int16)
+    types = table[index.tensor_dtypes]
+    types[dims.rows[dims.values > 2**31 - 1]] = none
+    said = types != none
+    ranks = np.where(said, dims.lengths, 0)
+    return types, Ragged.of(dims.take(said).values.astype(np.int32), ranks)

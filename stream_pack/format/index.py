@@ -262,9 +262,8 @@ def encode_index(index: Index) -> bytes:
 
     Raises: LimitError when it would reach 2 GiB.
     """
-    total = 1 << 12
-    for array in (index.names, index.note_text, index.dims, index.name_ends):
-        total += array.nbytes
+    longest = (index.names, index.note_text, index.dims, index.name_ends)
+    total = (1 << 12) + sum(column.nbytes for column in longest)
     total += 64 * len(index) + 16 * len(index.buffer_offsets) + 20 * len(index.note_tensors)
     check_flatbuffer_nbytes(total, f"an index for {len(index)} tensors")
     builder = flatbuffers.Builder(total)
@@ -384,8 +383,7 @@ def _check_places(index: Index) -> None:
     _require((buffers < len(index.buffer_offsets)).all(), "existing buffers")
     room = index.buffer_nbytes[buffers]
     _require(
-        (starts <= room).all() and (nbytes <= room - starts).all(),
-        "tensors inside their buffers",
+        (starts <= room).all() and (nbytes <= room - starts).all(), "tensors inside their buffers"
     )
     wanted = index.alignment.of(nbytes)
     _require(
@@ -399,13 +397,10 @@ def _check_names(index: Index) -> None:
     _check_text(index.ragged_names, "names")
     order = index.name_order
     _require(len(order) == len(index), "one entry of the name order per tensor")
-    _require(
-        len(order) == 0
-        or (
-            int(order.max()) < len(order) and (np.bincount(order, minlength=len(order)) == 1).all()
-        ),
-        "a name order that is a permutation",
-    )
+    # Numbers first: counting takes memory for the largest.
+    in_range = (order < len(order)).all()
+    once = in_range and (np.bincount(order, minlength=len(order)) == 1).all()
+    _require(once, "a name order that is a permutation")
 
 
 def _check_notes(index: Index) -> None:

@@ -157,9 +157,7 @@ def _index(
 
 def _check_total(buffer_nbytes: NDArray[np.int64], alignment: Alignment) -> None:
     # In float64 first: the exact sum may wrap.  Every buffer may cost up to one alignment of padding.
-    rough = float(buffer_nbytes.astype(np.float64).sum()) + alignment.large * (
-        len(buffer_nbytes) + 1.0
-    )
+    rough = buffer_nbytes.sum(dtype=np.float64) + alignment.large * (len(buffer_nbytes) + 1.0)
     if rough > MAX_NBYTES:
         raise LimitError(
             f"the tensors have about {rough:.3g} bytes: the limit of a pack is 2**62",
@@ -199,8 +197,6 @@ def _hosts(
     """
     count = len(storages)
     hosts = np.arange(count)
-    if count == 0:
-        return hosts
     ends = starts + nbytes
     # By storage, then start, then longest first, then catalog order: whatever contains a range precedes it.
     order = np.lexsort((hosts, -ends, starts, storages))
@@ -290,9 +286,8 @@ def _used_nbytes(catalog: Catalog, used: NDArray[np.int64]) -> int:
             storages[row], begins[row], ends[row] = known[int(storages[row])]
     order = np.lexsort((begins, storages))
     total, last, reach = 0, None, 0
-    for storage, begin, end in zip(
-        storages[order].tolist(), begins[order].tolist(), ends[order].tolist()
-    ):
+    rows = (column[order].tolist() for column in (storages, begins, ends))
+    for storage, begin, end in zip(*rows):
         if storage != last:
             last, reach = storage, 0
         total += max(0, end - max(begin, reach))
