@@ -89,10 +89,9 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
     # A buffer per host, in the order of the first tensor that uses it.
     owners, first_use = np.unique(hosts[used], return_index=True)
     owners = owners[np.argsort(first_use)]
-    buffer_of = np.full(len(catalog), NO_BUFFER, np.uint32)
-    buffer_of[owners] = np.arange(len(owners), dtype=np.uint32)
     tensor_buffers = np.full(len(catalog), NO_BUFFER, np.uint32)
-    tensor_buffers[used] = buffer_of[hosts[used]]
+    tensor_buffers[owners] = np.arange(len(owners))
+    tensor_buffers[used] = tensor_buffers[hosts[used]]
     tensor_starts = np.where(catalog.nbytes > 0, catalog.starts - catalog.starts[hosts], 0)
 
     buffer_nbytes = catalog.nbytes[owners]

@@ -128,7 +128,8 @@ def sniff(start: bytes) -> Kind:
         return Kind.GIT_LFS
     if _WEB_PAGE.match(start):
         return Kind.HTML
-    if _is_safetensors(start):
+    header_nbytes = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and header_nbytes < _MAX_SAFETENSORS_HEADER_NBYTES:
         return Kind.SAFETENSORS
     if not start.strip(b"\0"):
         return Kind.ZEROS
@@ -172,11 +173,6 @@ def _zip_kind(start: bytes) -> Kind:
     # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
     # was zipped again in another order.
     return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP
-
-
-def _is_safetensors(start: bytes) -> bool:
-    nbytes = int.from_bytes(start[:8], "little")
-    return start[8:9] == b"{" and nbytes < _MAX_SAFETENSORS_HEADER_NBYTES
 
 
 def _text_kind(start: bytes) -> Kind:
