@@ -53,7 +53,7 @@ class _Entry:
 class SafetensorsSource(DataSectionSource):
     """The tensors of a safetensors file, by data offset, then name.
 
-    Lifetime: owns ``stream``, which stands at the file's first byte.
+    Lifetime: owns ``stream``, positioned at the file's first byte.
     Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, UnsupportedTensorError for a
     dtype without a place in a pack, TruncatedSourceError; of a pipe's length, only :meth:`stream` can tell.
     """

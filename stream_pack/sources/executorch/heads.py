@@ -46,7 +46,7 @@ class HeadsInFile:
 class HeadsInPipe:
     """A pipe as :class:`stream_pack.et_files.payload.ReadFile`.
 
-    Heads stay in memory, because constants may stand in them.  Raises (:meth:`read`): OutOfOrder;
+    Heads stay in memory, because constants may be in them.  Raises (:meth:`read`): OutOfOrder;
     TruncatedSourceError.
     """
 
@@ -57,7 +57,7 @@ class HeadsInPipe:
         self._kept_from: int | None = None
 
     def read(self, begin: int, nbytes: int) -> memoryview:
-        """Bytes ``[begin, begin + nbytes)``, of which nobody must have passed over any."""
+        """Bytes ``[begin, begin + nbytes)``, none of which may have been passed over."""
         position = self.stream.position
         if begin >= position:
             if self._kept_from is not None and self._kept_from < begin:
@@ -78,9 +78,7 @@ class HeadsInPipe:
         """Remember that bytes are constants.  Raises: FormatError when they have gone by."""
         position = self.stream.position
         if begin < min(end, position) and not self._held(begin, min(end, position)):
-            raise FormatError(
-                f"constants (bytes {begin} to {end}) stand before what describes them"
-            )
+            raise FormatError(f"constants (bytes {begin} to {end}) precede what describes them")
         begin = max(begin, position)
         if begin < end:
             self._kept_from = begin if self._kept_from is None else min(self._kept_from, begin)
@@ -91,7 +89,7 @@ class HeadsInPipe:
     def spooled(self, spool: Spool) -> SpoolFile:
         """All of the file on disk; what was passed over is zeros there."""
         spooled = spool.open(
-            why="this ExecuTorch program comes through a pipe, and describes constants behind others",
+            why="this ExecuTorch program comes through a pipe, and describes some constants after others",
             nbytes=None,
         )
         try:

@@ -51,9 +51,9 @@ TAIL_NBYTES = len(Footer.MAGIC)
 def open_exported(
     stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *, spool: Spool | None
 ) -> Source:
-    """The constants of the file that ``stream`` stands at the first byte of.
+    """The constants of the file whose first byte ``stream`` is at.
 
-    ``survey_of`` reads it.  A pipe that describes constants only behind others goes into ``spool``, all of it.
+    ``survey_of`` reads it.  A pipe that describes some constants only after others is spooled whole.
 
     Lifetime: the source owns ``stream``.
     Raises: FormatError and TruncatedError for a file that is damaged, UnsupportedCheckpointError for one without
@@ -67,7 +67,7 @@ def open_exported(
             survey = _forward(heads, survey_of)
             if survey is None:
                 spooled = stack.enter_context(heads.spooled(spool or Spool(None)))
-                os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from where it stands
+                os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from its current offset
                 stream.close()
                 stream = ByteStream(spooled.fileno())
         if stream.regular_file is not None:
@@ -191,7 +191,7 @@ class ExportedSource(Source):
         self._read_out()
 
     def _read_out(self) -> None:
-        """Read what follows, so that whoever writes it can end, and see whether it was a pack's after all."""
+        """Read the rest, so that its writer can finish, and see whether it ends like a pack."""
         tail = b""
         while some := self._stream.read_some():
             tail = (tail + some)[-TAIL_NBYTES:]
@@ -214,7 +214,7 @@ def _remarks(survey: Survey, spooled: SpoolFile | None) -> Iterator[str]:
         yield f"{survey.external} constants of the program lie in other files"
     if spooled is not None:
         yield (
-            "the program describes constants behind others, so that they are known only at its end: all of it, "
+            "the program describes some constants after others, so that they are known only at its end: all of it, "
             f"{spooled.nbytes} bytes, went through a temporary file"
         )
 

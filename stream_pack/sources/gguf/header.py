@@ -104,7 +104,7 @@ class GgufHeader:
 
 
 def read_gguf_header(stream: ByteStream) -> GgufHeader:
-    """Read everything before the data's padding; ``stream`` stands at the file's first byte.
+    """Read everything before the data's padding; ``stream`` is at the file's first byte.
 
     Raises: UnsupportedCheckpointError for another version, a big-endian file, one file of a split model, and a header
     that breaks a rule or a limit above; UnsupportedTensorError for a type that is not known; TruncatedSourceError.
@@ -121,7 +121,7 @@ def read_gguf_header(stream: ByteStream) -> GgufHeader:
 
 
 class _Reader:
-    """Reads what stands before the data, piece by piece, and never more than the limits allow."""
+    """Reads what precedes the data, piece by piece, and never more than the limits allow."""
 
     def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
@@ -156,7 +156,7 @@ class _Reader:
         for _ in range(pairs):
             key = self._text(MAX_KEY_NBYTES, "a key")
             if key in metadata:
-                raise _damaged(f"the key {quoted(key)} stands in it twice")
+                raise _damaged(f"the key {quoted(key)} is in it twice")
             kind = self._u32()
             value = self._value(kind, MAX_DEPTH)
             if key == ALIGNMENT_KEY:

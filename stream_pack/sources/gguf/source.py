@@ -20,7 +20,7 @@ __all__ = ["GgufSource"]
 class GgufSource(DataSectionSource):
     """The tensors of a GGUF file, by data offset.
 
-    Lifetime: owns ``stream``, which stands at the file's first byte.
+    Lifetime: owns ``stream``, positioned at the file's first byte.
     Raises: as :func:`stream_pack.sources.gguf.header.read_gguf_header`; TruncatedSourceError and trailing bytes are
     known of a pipe only by :meth:`stream`.
     """

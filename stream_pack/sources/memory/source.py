@@ -31,10 +31,10 @@ class LiveSource(Source):
 
     Copies: none of contiguous CPU tensors and arrays; one chunk at a time of anything else.
 
-    Lifetime: each value is taken from the mapping once and kept until :meth:`close`.  What shares memory is told
+    Lifetime: each value is taken from the mapping once and kept until :meth:`close`.  What shares memory is found
     by address, and an address means something only while its owner lives; so a mapping that makes its values
     on demand will have made all of them.  (Tensors that must never exist all at once go through ``Writer``.)
-    Whoever changes a tensor before the pack is written gets some of the old bytes and some of the new.
+    A tensor that is changed before the pack is written may have some old and some new bytes there.
 
     Raises: UnsupportedTensorError naming the first tensor that has no plain bytes, or value that is no tensor;
     SourceError for keys that are not text; as :meth:`CatalogBuilder.add`.

@@ -39,7 +39,7 @@ class LiveTensor(abc.ABC):
     def read(self, begin: int, end: int, *, chunk_nbytes: int) -> Iterator[memoryview]:
         """Bytes ``[begin, end)`` of the tensor as the pack holds them, in chunks of at most ``chunk_nbytes``.
 
-        Copies: none of what lies in host memory as the pack wants it, else one chunk (one element at least).
+        Copies: none of what is in host memory in the pack's form, else one chunk (one element at least).
         """
 
 

@@ -46,7 +46,7 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
     """What is to be known of ``tensor``, called ``name``.
 
     Raises: UnsupportedTensorError unless it is a plain, dense tensor with memory of its own: the pointer of any
-    other is not memory, or what stands there is not the tensor's elements.
+    other is not memory, or what is there is not the tensor's elements.
     """
     reason = _why_not_plain(tensor)
     if reason:
@@ -57,7 +57,7 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
     if DTYPES[dtype].torch_pairs:
         if not shape:
             raise UnsupportedTensorError(
-                f"tensor {quoted(name)} is one {tensor.dtype} of rank 0: its two elements need a dim to stand in; "
+                f"tensor {quoted(name)} is one {tensor.dtype} of rank 0: its two elements need a dim; "
                 "reshape it to [1]",
                 tensor=name,
             )

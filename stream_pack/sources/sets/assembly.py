@@ -93,8 +93,8 @@ class Rows:
 def assembled(plan: Iterable[Rows], parts: Sequence[Part], *, chunk_nbytes: int) -> Iterator[Chunk]:
     """The bytes that ``plan`` describes.
 
-    Copies: none of runs that are longer than a chunk, or stand alone; short ones are gathered, a chunk of rows at a
-    time.  Raises: as :meth:`Part.take`.
+    Copies: none of runs that are longer than a chunk, or the only ones of their row; short ones are gathered, a chunk
+    of rows at a time.  Raises: as :meth:`Part.take`.
     """
     for rows in plan:
         if len(rows.runs) == 1:
@@ -121,7 +121,7 @@ def _window(count: int, rows: Rows, parts: Sequence[Part]) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Where a part lies in its tensor: its first index and its length along each dim.  No length is 0."""
+    """Where a part is in its tensor: its first index and its length along each dim.  No length is 0."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -130,7 +130,7 @@ class Box:
 def tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], *, bits: int) -> list[Rows]:
     """The plan of the tensor ``name`` made of ``boxes``, in elements of ``bits`` bits; ``shape`` has no 0.
 
-    Raises: UnsupportedCheckpointError unless every element lies in exactly one box.
+    Raises: UnsupportedCheckpointError unless every element is in exactly one box.
     """
     for number, box in enumerate(boxes):
         ends = [begin + size for begin, size in zip(box.offsets, box.sizes)]

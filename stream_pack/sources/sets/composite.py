@@ -49,10 +49,10 @@ MAX_FILE_NAME_NBYTES = 255
 def member_path(folder: Path, name: object, *, told_by: str) -> Path:
     """The file of a set that ``told_by``, itself a file of the set, calls ``name``.
 
-    Only a plain name is followed, so nothing outside ``folder`` can be named; what stands there may be a symbolic
+    Only a plain name is followed, so nothing outside ``folder`` can be named; what is there may be a symbolic
     link (the hub's cache is made of them), because the owner of the folder put it there.
 
-    Raises: UnsupportedCheckpointError for a name that is none, or where no regular file stands.
+    Raises: UnsupportedCheckpointError for an invalid name, or where there is no regular file.
     """
     if (
         type(name) is not str
@@ -72,13 +72,13 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
 
 
 def regular_file(path: Path) -> Path:
-    """``path``, if it may be opened: a FIFO or a device could keep whoever does that waiting for ever.
+    """``path``, if it may be opened: a FIFO or a device could block the reader for ever.
 
-    Raises: UnsupportedCheckpointError where something else stands than a regular file; OSError.
+    Raises: UnsupportedCheckpointError for anything but a regular file; OSError.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnsupportedCheckpointError(
-            f"{quoted(str(path))} belongs to a set of files, and is no regular file"
+            f"{quoted(str(path))} belongs to a set of files, and is not a regular file"
         )
     return path
 

@@ -1,5 +1,4 @@
-"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks
-stand.
+"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks are.
 
 It is a plain pickle of dataclasses.  All of them stay closed
 (:class:`~stream_pack.sources.torch_save.unpickler.Opaque`), and what is needed is picked out of
@@ -38,7 +37,7 @@ ENTRY_NBYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk's archive stands.  Units: bytes, ``begin`` from the file's start."""
+    """Where a chunk's archive is.  Units: bytes, ``begin`` from the file's start."""
 
     file: str
     begin: int
@@ -65,7 +64,7 @@ class ShardedTensor:
 class ShardedTensors:
     """All tensors, in the order of the metadata; ``ignored`` counts the entries that are none.
 
-    ``files`` are all that anything stands in.
+    ``files`` are all that hold anything.
     """
 
     tensors: list[ShardedTensor]
@@ -152,7 +151,7 @@ def _tensor(
         place = places.get((name, box.offsets))
         if place is None:
             raise _unknown(
-                f"nothing says where the chunk of tensor {quoted(name)} at {list(box.offsets)} stands"
+                f"nothing says where the chunk of tensor {quoted(name)} at {list(box.offsets)} is stored"
             )
         boxes.append(box)
         found.append(place)
@@ -160,7 +159,7 @@ def _tensor(
 
 
 def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:
-    """Where each chunk stands, by name and offsets (of what is no tensor: None)."""
+    """Where each chunk is, by name and offsets (of what is no tensor: None)."""
     places: dict[tuple[str, object], Place] = {}
     for key, value in data.items():
         index = _state(key.key if type(key) is OddKey else key, "MetadataIndex")

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint in shards: an index of tensors, and the files that they stand in.
+"""A Hugging Face checkpoint in shards: an index of tensors, and the files that hold them.
 
 Source: transformers, ``save_pretrained`` and ``load_sharded_checkpoint``: ``*.index.json`` holds
 ``{"metadata": {"total_size": ...}, "weight_map": {tensor: file}}``; a shard is a safetensors file or one of

@@ -54,7 +54,7 @@ class NinjaSource(LiveSource):
             arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(_samples(folder))}
         else:
             raise UnsupportedCheckpointError(
-                f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which holds no arrays: "
+                f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which does not hold arrays: "
                 "expected numpy or ragged"
             )
         super().__init__(arrays, kind=f"mmap-ninja {kind}")
@@ -74,7 +74,7 @@ def _samples(folder: Path) -> Iterator[NDArray[np.generic]]:
         )
     if np.any((starts < 0) | (ends < starts) | (ends > len(data)) | (numbers != ends - starts)):
         raise _contradiction(
-            folder, "a sample lies outside its data, or has another length than stated"
+            folder, "a sample is outside its data, or has another length than stated"
         )
     shapes = _shapes(folder, len(starts))
     for number, (start, end, shape) in enumerate(zip(starts.tolist(), ends.tolist(), shapes)):
@@ -103,7 +103,7 @@ def _shapes(folder: Path, samples: int) -> Iterator[tuple[int, ...]]:
     if not len(starts) == len(ends) == samples:
         raise _contradiction(folder, f"it has shapes for {len(starts)} of {samples} samples")
     if np.any((starts < 0) | (ends < starts) | (ends > len(dims))):
-        raise _contradiction(folder, "a shape lies outside the list of dims")
+        raise _contradiction(folder, "a shape is outside the list of dims")
     bounds = zip(starts.tolist(), ends.tolist())
     return (tuple(dims[start : min(end, start + MAX_RANK + 1)].tolist()) for start, end in bounds)
 
@@ -130,7 +130,7 @@ def _array(folder: Path) -> NDArray[np.generic]:
     packed = _bytes(folder, "shape.ninja", 8 * MAX_RANK)
     shape = tuple(int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8))
     if len(packed) % 8 or any(dim > MAX_NBYTES for dim in shape):
-        raise _contradiction(folder, "its shape.ninja is no list of lengths")
+        raise _contradiction(folder, "its shape.ninja is not a list of lengths")
     expected = tensor_nbytes(NAME, number, shape)
     nbytes = os.stat(folder / "data.ninja").st_size
     if nbytes < expected:

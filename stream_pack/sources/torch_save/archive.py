@@ -62,10 +62,10 @@ class _Record:
 
 
 class TorchArchive:
-    """One archive, read from ``stream``, which stands at its first byte; ``flatten`` finds the tensors in its pickle.
+    """One archive, read from ``stream``, positioned at its first byte; ``flatten`` finds the tensors in its pickle.
 
     When made, everything before the first storage has been read: ``state_dict``, ``big_endian`` and ``storages`` are
-    known.  Where storages are only read as they come, they stand in the order in which their records are expected;
+    known.  Where storages are only read as they come, they are in the order in which their records are expected;
     else in that of first use.
 
     Raises: UnsupportedCheckpointError, SourceError, TruncatedSourceError; OSError.
@@ -117,7 +117,7 @@ class TorchArchive:
 
     @property
     def seekable(self) -> bool:
-        """Whether every storage lies as it is in a regular file."""
+        """Whether every storage is uncompressed in a regular file."""
         return self._stream.regular_file is not None and not self._deflated
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
@@ -137,7 +137,8 @@ class TorchArchive:
             else:
                 if self._next.deflated:
                     raise SourceError(
-                        f"record {quoted(self._next.name)} is compressed, and the archive's directory says it is not"
+                        f"record {quoted(self._next.name)} is compressed, but the archive's directory says it "
+                        "is not"
                     )
                 payload = self._stream.position
                 self._stream.skip(storage.nbytes, what=_described(storage))
@@ -175,8 +176,8 @@ class TorchArchive:
             storage = self.storages.get(name.removeprefix(self._prefix + STORAGES))
             users = "" if storage is None else f" ({self._users(storage)})"
             raise SourceChecksumError(
-                f"record {quoted(name)}{users} was damaged before it reached us: its CRC-32 is 0x{actual:08x}, "
-                f"and the archive says 0x{stated:08x}",
+                f"record {quoted(name)}{users} is damaged in the source: its CRC-32 is 0x{actual:08x}, "
+                f"the archive states 0x{stated:08x}",
                 record=name,
                 expected=stated,
                 actual=actual,
@@ -221,7 +222,7 @@ class TorchArchive:
         return self._flatten(value, objects.unknown), objects.storages
 
     def _read_small(self) -> LocalHeader | None:
-        """Read the small records behind the pickle, and return the header of the first other one."""
+        """Read the small records after the pickle, and return the header of the first other one."""
         while (header := read_local_header(self._stream)) is not None:
             if header.name.removeprefix(self._prefix) not in SMALL:
                 break
@@ -235,15 +236,15 @@ class TorchArchive:
         if self._stream.regular_file is None:
             raise UnsupportedCheckpointError(
                 f"the archive's first record is {quoted(first.name)}, not data.pkl ({_looks_like([first.name])}), "
-                "so what it holds is known only at its end: to convert it takes disk space for all of it for a while; "
-                "to look at it before, save it to a file"
+                "so what it holds is known only at its end: to convert it takes temporary disk space for all of it; "
+                "to look at it first, save it to a file"
             )
         self._stream.seek(find_directory(self._stream))
         directory = {entry.name: entry for entry in read_directory(self._stream)}
         others = any(name.endswith("/constants.pkl") for name in directory)
         if others or sum(map(is_pickle, directory)) != 1:
             raise UnsupportedCheckpointError(
-                f"the archive holds no checkpoint of torch.save: {_looks_like(list(directory))}"
+                f"the archive is not a checkpoint of torch.save: {_looks_like(list(directory))}"
             )
         return directory
 
@@ -256,11 +257,11 @@ class TorchArchive:
         self._stream.seek(position)
 
     def _lists_deflated(self) -> bool:
-        """Whether a record behind the first storage is compressed: some programs store what does not become shorter."""
+        """Whether a record after the first storage is compressed: some programs store what does not become shorter."""
         return DEFLATED in {entry.method for entry in self._listed()}
 
     def _in_order_of_records(self) -> dict[str, Storage]:
-        """The storages as :meth:`read` will bring them, so that what has to wait for its turn can be foretold."""
+        """The storages as :meth:`read` will bring them, so that what has to wait for its turn can be predicted."""
         position = self._stream.position
         places = {entry.name: entry.position for entry in self._listed()}
         storages = self.storages.items()
@@ -311,7 +312,7 @@ class TorchArchive:
         """The storage that the record holds, if it is one."""
         if header.name in self._records:
             raise SourceError(
-                f"the archive holds two records named {quoted(header.name)}: nobody can tell which is meant"
+                f"the archive holds two records named {quoted(header.name)}: it is unclear which one is meant"
             )
         prefix = self._prefix + STORAGES
         if not header.name.startswith(prefix):
@@ -380,7 +381,7 @@ class TorchArchive:
             )
         if self._storages_seen and data != self._byteorder:
             raise UnsupportedCheckpointError(
-                f"the checkpoint's byte order, {quoted(data)}, is told after its tensors: save it again with torch"
+                f"the checkpoint's byte order, {quoted(data)}, is stated after its tensors: save it again with torch"
             )
         self._byteorder = data
 
@@ -436,7 +437,7 @@ class TorchArchive:
 
 
 def is_pickle(name: str) -> bool:
-    """Whether a record of this name describes the checkpoint: it stands under the prefix that all records share."""
+    """Whether a record of this name describes the checkpoint: it is directly below the prefix of all records."""
     return name.count("/") == 1 and name.endswith("/" + PICKLE)
 
 

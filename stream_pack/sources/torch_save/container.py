@@ -1,4 +1,4 @@
-"""What the two formats of ``torch.save`` have in common for whoever reads their storages."""
+"""What the two formats of ``torch.save`` offer to the reader of their storages."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Container(Protocol):
 
     @property
     def seekable(self) -> bool:
-        """Whether every storage lies as it is in a regular file, so that it can be read twice and in any order."""
+        """Whether every storage is uncompressed in a regular file, so that it can be read twice and in any order."""
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
         """Everything from here to the end, in the order of the source; the end is checked."""

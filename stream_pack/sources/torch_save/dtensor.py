@@ -54,7 +54,7 @@ def local_tensor(arguments: object, state: object) -> tuple[object, object] | No
     """The rank's own tensor and the shape of the whole, if the placements allow that one is the other.
 
     ``arguments``: of ``_rebuild_wrapper_subclass``, the class and dtype first, then the shape.  ``state``: the
-    attributes, which stand in slots (behind None) or in a dict.  Neither's types are trusted; the caller compares the
+    attributes, which are in slots (after None) or in a dict.  Neither's types are trusted; the caller compares the
     shapes.
     """
     if type(state) is tuple and len(state) == 2:

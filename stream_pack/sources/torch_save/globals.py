@@ -137,7 +137,7 @@ class TorchObjects:
 def _view(metadata: object, numel: int) -> tuple[int, int]:
     """The elements of a storage that a view of it has, as torch before 0.4 wrote them: (key, offset, numel)."""
     if type(metadata) is not tuple or len(metadata) != 3 or not _ints(metadata[1:]):
-        raise malformed("a view of a storage that is none")
+        raise malformed("an invalid view of a storage")
     _, begin, count = metadata
     if begin < 0 or count < 0 or begin + count > numel:
         raise malformed(f"a view of {count} elements from {begin} on of a storage of {numel}")
@@ -352,7 +352,7 @@ def _size(shape: object = ()) -> object:
 
 
 def _leaf(name: str) -> Callee:
-    """A type whose values stay closed: they are no tensors, and may stand beside some."""
+    """A type whose values stay closed: they are not tensors, and may be saved beside some."""
     return Callee(name, lambda *args: Opaque(name, list(args)))
 
 
@@ -438,4 +438,4 @@ TABLE: dict[str, Callee | Opaque] = (
         )
     }
 )
-"""Every name we know, and what stands for it.  None of these calls anything but functions of this module."""
+"""Every name we know, and what it becomes.  None of these calls anything but functions of this module."""

@@ -15,7 +15,7 @@ class Inflated:
     """What a raw deflate stream that begins at the next byte of ``stream`` expands to.
 
     Memory: the length of two pieces, whatever the bytes expand to.  ``packed_nbytes``: compressed bytes consumed so
-    far; after the end, ``stream`` stands behind the last of them.
+    far; after the end, ``stream`` is after the last of them.
     """
 
     def __init__(self, stream: ByteStream, *, what: str) -> None:
@@ -72,9 +72,7 @@ class Inflated:
         while data := self._read_exactly(chunk_nbytes):
             passed += len(data)
             if nbytes is not None and passed > nbytes:
-                raise SourceError(
-                    f"{self._what} expands to more than the {nbytes} bytes that were expected"
-                )
+                raise SourceError(f"{self._what} expands to more than the expected {nbytes} bytes")
             yield data
         if nbytes is not None and passed < nbytes:
             raise SourceError(f"{self._what} expands to {passed} bytes; {nbytes} were expected")

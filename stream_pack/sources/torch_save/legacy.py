@@ -32,7 +32,7 @@ COUNT_NBYTES = 8
 class LegacyTorchSource(TorchSource):
     """The tensors of one legacy checkpoint, from a file or a pipe.
 
-    Takes over ``stream``, which stands at the checkpoint's first byte, and closes it.  ``flatten`` finds the tensors in
+    Takes over ``stream``, positioned at the checkpoint's first byte, and closes it.  ``flatten`` finds the tensors in
     what the pickle describes.
 
     Raises: UnsupportedCheckpointError, UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError; OSError.
@@ -113,14 +113,14 @@ class _LegacyFile:
         yield End(storage.key, 0, payload, storage)
 
     def _begin(self, storage: Storage) -> int:
-        """Compare the number of elements that stands before a storage; return where its bytes begin."""
+        """Compare the number of elements stored before a storage; return where its bytes begin."""
         count = self._stream.read_exactly(
             COUNT_NBYTES, what=f"the length of storage {quoted(storage.key)}"
         )
         numel = int.from_bytes(count, "little", signed=True)
         if numel != storage.numel:
             raise SourceError(
-                f"storage {quoted(storage.key)} has {numel} elements where it is stored, and {storage.numel} for the "
+                f"storage {quoted(storage.key)} has {numel} elements in the file, and {storage.numel} for the "
                 "tensors that use it: the checkpoint is damaged"
             )
         payload = self._payloads[storage.key] = self._stream.position

@@ -1,7 +1,7 @@
 """Which of the values that a checkpoint nests are the tensors wanted.
 
 The rule: a flat dict of tensors is taken as it is.  Of a dict of dicts, the one under a key of :data:`MODELS` is taken
-if exactly one of these holds tensors; otherwise somebody has to say which (``key``), so that an optimizer's state is
+if exactly one of these holds tensors; otherwise the caller has to say which (``key``), so that an optimizer's state is
 never packed by accident.
 """
 
@@ -41,7 +41,7 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
     ``ignore_unknown``: leave out, and mention, objects that only code could rebuild, and whatever they hold.  Without
     it their presence anywhere in the pickle is a refusal.
 
-    Raises: OptionError for a key that is none.
+    Raises: OptionError for an invalid key.
     Raises (the function): UnsupportedCheckpointError, naming the tensors, keys or objects in question.
     """
 
@@ -59,20 +59,19 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
             raise _refused(listed(found.refused, separator="; ", show=str), unknown)
         if unknown and not ignore_unknown:
             raise UnsupportedCheckpointError(
-                "the checkpoint names objects that are no plain data, and that loading it would run code "
-                f"of: {listed(unknown)}; leave them out with --ignore-unknown (ignore_unknown=True), or save a state "
-                "dict of tensors only"
+                f"loading the checkpoint would run code, because it names {listed(unknown)}; leave them out with "
+                "--ignore-unknown (ignore_unknown=True), or save a state dict of tensors only"
             )
         if chosen.nested:
             where = f"below {chosen.where} " if chosen.path else ""
             raise UnsupportedCheckpointError(
-                f"this is no flat state dict: tensors are {where}nested below "
+                f"this is not a flat state dict: tensors are {where}nested below "
                 f"{listed(map(shown_pickled, chosen.nested), show=str)} (its keys: {_keys(chosen.value)}); choose with "
                 f"--key (key=), {shown_pickled(WHOLE)} for all of it, or look at them with --list-keys"
             )
         if found.objects and not ignore_unknown:
             raise UnsupportedCheckpointError(
-                "tensors stand inside objects that are no dict, list or tuple: below "
+                "tensors are inside objects other than dicts, lists and tuples: below "
                 f"{listed(found.objects, show=str)}; leave them out with --ignore-unknown (ignore_unknown=True), or "
                 "save them under names of their own"
             )
@@ -90,8 +89,8 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
 class Chosen:
     """A value of the checkpoint, and the way to it.
 
-    ``by_rule``: nobody asked for it.  ``left_out``: keys beside the way that hold tensors too.  ``nested``: keys in
-    it that hold tensors, and that nobody chose.  ``unnamed``: its tensors would have no names.
+    ``by_rule``: chosen by the rule above, not by the caller.  ``left_out``: other keys on the way that hold tensors.
+    ``nested``: keys in it that hold tensors, none of which was chosen.  ``unnamed``: its tensors would have no names.
     """
 
     value: object
@@ -134,7 +133,7 @@ def choose(value: object, key: Key, clean: set[int]) -> Chosen:
         )
     if isinstance(found[0], Tensor | Unpackable) and path:
         raise UnsupportedCheckpointError(
-            f"the key {shown_pickled('.'.join(path))} is that of a single tensor: choose what holds it, and then the "
+            f"the key {shown_pickled('.'.join(path))} leads to a single tensor: choose what holds it, and then the "
             "tensor with --include (include=)"
         )
     return Chosen(found[0], path, by_rule=False)
@@ -177,7 +176,7 @@ def _by_rule(value: object, clean: set[int]) -> Chosen:
 
 
 def _holds_plainly(value: object, clean: set[int]) -> bool:
-    """Whether dicts, lists and tuples alone lead to a tensor: what stands in an object cannot be chosen."""
+    """Whether dicts, lists and tuples alone lead to a tensor: what is inside an object cannot be chosen."""
     return holds_tensors(value, clean, inside_objects=False)
 
 
@@ -196,7 +195,7 @@ def _some(keys: Iterable[object]) -> list[object]:
 
 
 def _resolved(value: object, text: str) -> tuple[str, ...] | None:
-    """The steps that ``text`` stands for: of all ways to cut it at dots, that with the longest first step there is."""
+    """The steps that ``text`` means: of all ways to cut it at dots, the one with the longest first step."""
     todo: list[tuple[object, str, tuple[str, ...]]] = [(value, text, ())]
     while todo:
         here, rest, path = todo.pop()
@@ -213,7 +212,7 @@ def _resolved(value: object, text: str) -> tuple[str, ...] | None:
 
 
 def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
-    """What stands at the end of ``path``, in a tuple; None if there is no such way."""
+    """What is at the end of ``path``, in a tuple; None if there is no such path."""
     for step in path:
         if type(value) is dict and step in value:
             value = value[step]

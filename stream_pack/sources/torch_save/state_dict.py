@@ -20,7 +20,7 @@ __all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "shown_pickled", "
 class StateDict:
     """Tensors by name, in the order of the pickle; ``ignored`` counts the values beside them that are no tensors.
 
-    ``remarks``: what a person should know of how they were found.
+    ``remarks``: what the user should know of how they were found.
     """
 
     tensors: dict[str, Tensor]
@@ -29,7 +29,7 @@ class StateDict:
 
 
 Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
-"""From the value of a pickle, and the names met in it that nobody knows, to its tensors."""
+"""From the value of a pickle, and the unknown names in it, to its tensors."""
 
 
 def leaves(
@@ -43,7 +43,7 @@ def leaves(
 
     ``clean`` holds the ids of objects that are known to hold none, and grows when there are none here: the values of
     many keys may share most of what they hold.  ``seen`` is filled with the ids of all that was looked at, for
-    whoever has to count them.  Without ``inside_objects``, what stands in an object of unknown code is not looked at;
+    callers that count them.  Without ``inside_objects``, what is inside an object of unknown code is not looked at;
     such calls have a ``clean`` of their own.
     """
     if id(value) in clean:
@@ -95,7 +95,7 @@ def shown_pickled(value: object) -> str:
 
 
 def what_it_is(value: object) -> str:
-    """What stands where a dict of tensors was expected, and what to do about it."""
+    """What is there in place of a dict of tensors, and what to do about it."""
     if type(value) is Tensor:
         return "a single tensor, which has no name: save {'name': tensor}"
     if type(value) is Unpackable:

@@ -137,7 +137,7 @@ class NamedTensors:
         if type(key) is not str:
             below = f" below {quoted(prefix[:-1])}" if prefix else ""
             raise UnsupportedCheckpointError(
-                f"a tensor stands under the key {shown_pickled(key)}{below}: only text can name a tensor"
+                f"a tensor is under the key {shown_pickled(key)}{below}: only text can name a tensor"
             )
         return prefix + key
 

@@ -17,7 +17,7 @@ __all__ = ["TorchTensors", "catalog_tensors"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchTensors:
-    """The catalog, and what is behind its storages.
+    """The catalog, and what its storages are.
 
     Views of a storage share it; everything else is *derived*.  ``storages``: torch's own, by number.  ``recipes`` and
     ``made_from``: of each derived storage.  ``derived``: the numbers of all that are made from one of torch's.

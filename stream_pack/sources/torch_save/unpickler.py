@@ -9,7 +9,7 @@ own Callees return.
 Against hostile input: the pickle's length, every string, line and number, the stack, the nesting of marks and the
 count of objects are bounded (the constants below); a length is never allocated before its bytes are there; no
 key is hashed but text, bytes and small numbers (nested tuples overflow C's stack when hashed, and numbers can
-be made to collide); nothing here or behind it recurses over what the file nests.
+be made to collide); nothing here or downstream recurses over what the file nests.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _U16, _I32, _U32, _U64, _F64 = (Struct(code) for code in ("<H", "<i", "<I", "<Q"
 
 
 class Callee:
-    """A function of ours that stands for what the file names ``name``; it must not trust its arguments' types."""
+    """A function of ours in place of what the file names ``name``; it must not trust its arguments' types."""
 
     __slots__ = ("call", "name")
 
@@ -89,8 +89,8 @@ class Unpickler:
     """One pickle, read from ``read_some`` (which gives some bytes at each call, none at the end) until its STOP.
 
     ``find_global(name)`` gives a Callee or an Opaque for "module.name"; ``find_persistent(id)`` gives the object for
-    torch's persistent ids (storages).  ``allow(nbytes)`` is told how much memory the next piece is going to take beside
-    the objects that become of it, and raises if that is too much.
+    torch's persistent ids (storages).  ``allow(nbytes)`` is given how much memory the next piece will take beside the
+    objects that become of it, and raises if that is too much.
 
     After :meth:`load`, ``rest`` holds what was read beyond the pickle: always an end of the last piece.
     """

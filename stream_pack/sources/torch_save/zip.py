@@ -28,7 +28,7 @@ SPOOLED = (
 class TorchZipSource(TorchSource):
     """The tensors of one torch.save archive, from a file or a pipe.
 
-    Takes over ``stream``, which stands at the archive's first byte, and closes it.  ``flatten`` finds the tensors in
+    Takes over ``stream``, positioned at the archive's first byte, and closes it.  ``flatten`` finds the tensors in
     what the pickle describes.
 
     From a pipe, an archive whose pickle is not its first record goes into ``spool``, all of it, before anything about
@@ -105,7 +105,7 @@ def _spooled(stream: ByteStream, spool: Spool) -> SpoolFile:
     try:
         while some := stream.read_some():
             spooled.append(some)
-        os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from where it stands
+        os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from its current offset
     except BaseException:
         spooled.close()
         raise

@@ -62,10 +62,10 @@ _DIRECTORY_END = "the end of the archive's directory"
 
 @dataclass(frozen=True, slots=True)
 class LocalHeader:
-    """What stands before a record's payload.
+    """What precedes a record's payload.
 
     Units: ``position`` counts bytes from the archive's start to the header.  ``streamed`` (flag bit 3): length and
-    CRC come in a descriptor behind the payload, ``wide`` with 8-byte lengths; else ``nbytes``, ``packed_nbytes`` (as
+    CRC come in a descriptor after the payload, ``wide`` with 8-byte lengths; else ``nbytes``, ``packed_nbytes`` (as
     stored in the archive) and ``crc`` hold them.  ``deflated``: the payload is compressed.
     """
 
@@ -104,7 +104,7 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
     """The header of the next record, or None where the directory begins.
 
     Raises: UnsupportedCheckpointError for encrypted records, or such as are compressed by another method than deflate;
-    TruncatedSourceError; SourceError when something else stands here.
+    TruncatedSourceError; SourceError when something else is here.
     """
     position = stream.position
     signature = stream.peek(4)
@@ -123,9 +123,9 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
     _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(
         fixed[4:]
     )
-    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
-    name = _name(behind[:name_nbytes])
-    extra = _zip64_extra(behind[name_nbytes:])
+    rest = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(rest[:name_nbytes])
+    extra = _zip64_extra(rest[name_nbytes:])
     if flags & FLAG_ENCRYPTED:
         raise UnsupportedCheckpointError(
             f"record {quoted(name)} is encrypted: decrypt the archive first"
@@ -176,32 +176,32 @@ def read_descriptor(
             )
     if stated != nbytes:
         raise SourceError(
-            f"record {quoted(header.name)} has {stated} bytes, says the archive; {nbytes} were expected"
+            f"record {quoted(header.name)} has {nbytes} bytes, but the archive states {stated}"
         )
     if packed != packed_nbytes:
         raise SourceError(
-            f"record {quoted(header.name)} has {packed} compressed bytes, says the archive; it took {packed_nbytes}"
+            f"record {quoted(header.name)} has {packed_nbytes} compressed bytes, but the archive states {packed}"
         )
     return int(crc)
 
 
 def scan_payload(stream: ByteStream, header: LocalHeader) -> Iterator[bytes]:
-    """The payload of a streamed record of unknown length, in pieces; then the stream stands before its descriptor.
+    """The payload of a streamed record of unknown length, in pieces; then the stream is at its descriptor.
 
     A payload that begins like the descriptor of an empty record is taken for one: what follows will not add up.
 
     Raises: TruncatedSourceError when no descriptor ends it.
     """
     layout = _WIDE if header.wide else _NARROW
-    behind = 4 + layout.size + 4  # a descriptor, and the signature of what follows it
+    needed = 4 + layout.size + 4  # a descriptor, and the signature of what follows it
     data, begin = b"", 0
     passed = crc = 0  # of the payload before data[begin]
     while True:
         at = data.find(DESCRIPTOR, begin)
         end = at if at >= 0 else max(begin, len(data) - 3)
-        if at == begin and at + behind <= len(data):
+        if at == begin and at + needed <= len(data):
             stated, _, nbytes = layout.unpack_from(data, at + 4)
-            follows = data[at + behind - 4 : at + behind]
+            follows = data[at + needed - 4 : at + needed]
             if nbytes == passed and stated in (0, crc) and follows in (LOCAL, ENTRY):
                 stream.unread(data[at:])
                 return
@@ -212,7 +212,7 @@ def scan_payload(stream: ByteStream, header: LocalHeader) -> Iterator[bytes]:
             passed += len(piece)
             begin = end
             yield piece
-        if at < 0 or at + behind > len(data):
+        if at < 0 or at + needed > len(data):
             more = stream.read_some()
             if not more:
                 raise TruncatedSourceError(
@@ -228,7 +228,7 @@ def find_directory(stream: ByteStream) -> int:
     Raises: SourceError when there is none.
     """
     nbytes = stream.file_nbytes or 0
-    # The end record closes the file; a comment behind it has at most 65,535 bytes.
+    # The end record closes the file; a comment after it has at most 65,535 bytes.
     tail_begin = max(0, nbytes - 4 - _END.size - U16_MAX)
     stream.seek(tail_begin)
     tail = stream.peek(nbytes - tail_begin)
@@ -316,9 +316,9 @@ def _read_entry(stream: ByteStream) -> DirectoryEntry:
     fixed = _ENTRY.unpack(stream.read_exactly(4 + _ENTRY.size, what=what)[4:])
     _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = fixed[:11]
     comment_nbytes, disk, position = fixed[11], fixed[12], fixed[15]
-    behind = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
-    name = _name(behind[:name_nbytes])
-    extra = _zip64_extra(behind[name_nbytes:])
+    rest = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
+    name = _name(rest[:name_nbytes])
+    extra = _zip64_extra(rest[name_nbytes:])
     stream.skip(comment_nbytes, what=what)
     if extra is not None:
         wide = iter(_u64s(extra))

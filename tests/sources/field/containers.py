@@ -236,7 +236,7 @@ DAMAGED: list[Case] = [
     refused("cut inside a storage", partial(cut, torch.arange(200.0).numpy().tobytes(), 70), "missing|ends|cut|end"),
     refused("cut before the directory", partial(cut, b"PK\1\2", 0), "cut short"),
     refused("cut inside the end record", partial(cut, b"PK\5\6", 9), "end|directory"),
-    refused("a flipped bit", damaged, r"tensor 'w'.* was damaged before it reached us"),
+    refused("a flipped bit", damaged, r"tensor 'w'.* is damaged in the source"),
     refused("a short write upstream", short_write, "short write upstream"),
     refused("a producer that failed halfway", interrupted, "interrupted|no checkpoint"),
     refused("two checkpoints joined", lambda: b"".join(map(saved, MODEL)), "bytes follow the end"),

@@ -332,7 +332,7 @@ HUGE = 2**63
         (made([], [pair(b"\xff", 8, text("v"))]), "a key is not UTF-8"),
         (made([], [pair("k", 13, b"")]), "a value of type 13"),
         (made([], [pair("k", 7, b"\2")]), "a truth value"),
-        (made([], [pair("k", 8, text("v"))] * 2), "the key 'k' stands in it twice"),
+        (made([], [pair("k", 8, text("v"))] * 2), "the key 'k' is in it twice"),
         (made([], [pair("k", 9, struct.pack("<IQ", 0, HUGE))]), "more than 4000000 elements"),
         (made([], [pair("k", 9, struct.pack("<IQ", 8, HUGE))]), "more than 4000000 elements"),
         (made([], [pair("k", 9, struct.pack("<IQ", 13, 1))]), "an array of type 13"),

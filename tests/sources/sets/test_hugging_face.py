@@ -210,7 +210,7 @@ def test_a_file_that_is_missing_or_no_regular_file_is_named(tmp_path: Path) -> N
     with pytest.raises(UnsupportedCheckpointError, match=f"{missing.name}', which is not there"):
         open_source(index)
     missing.mkdir()
-    with pytest.raises(UnsupportedCheckpointError, match="no regular file"):
+    with pytest.raises(UnsupportedCheckpointError, match="not a regular file"):
         open_source(index)
 
 

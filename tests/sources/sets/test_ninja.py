@@ -121,7 +121,9 @@ def test_an_array_of_no_elements_keeps_its_shape(tmp_path: Path, shape: tuple[in
 def test_a_folder_of_strings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s/type.ninja").write_text("string")  # as StringsMmap.from_strings does
-    with pytest.raises(UnsupportedCheckpointError, match="type 'string', which holds no arrays"):
+    with pytest.raises(
+        UnsupportedCheckpointError, match="type 'string', which does not hold arrays"
+    ):
         open_source(tmp_path / "s")
 
 
@@ -154,20 +156,20 @@ def numbers(*values: int) -> bytes:
         (write("dtype.ninja", b"\xff\n"), "dtype is"),
         (write("dtype.ninja", b"f" * 10_000), "dtype is"),
         (write("order.ninja", b"K"), "order is 'K'"),
-        (write("shape.ninja", b"\1\2\3"), "shape.ninja is no list of lengths"),
-        (write("shape.ninja", b"\xff" * 8), "shape.ninja is no list of lengths"),
+        (write("shape.ninja", b"\1\2\3"), "shape.ninja is not a list of lengths"),
+        (write("shape.ninja", b"\xff" * 8), "shape.ninja is not a list of lengths"),
         (write("shape.ninja", numbers(*[2**61] * 40)), "2..62"),
         (write("shape.ninja", numbers(2, 11)), "not one-dimensional"),
         (write("shape.ninja", numbers(0)), r"its shape \[0\] of float32 takes 0"),
-        (write("starts/data.ninja", numbers(-1, 6, 13, 21, 21)), "a sample lies outside"),
-        (write("ends/data.ninja", numbers(6, 13, 21, 21, 23)), "a sample lies outside"),
-        (write("ends/data.ninja", numbers(6, 5, 21, 21, 22)), "a sample lies outside"),
+        (write("starts/data.ninja", numbers(-1, 6, 13, 21, 21)), "a sample is outside"),
+        (write("ends/data.ninja", numbers(6, 13, 21, 21, 23)), "a sample is outside"),
+        (write("ends/data.ninja", numbers(6, 5, 21, 21, 22)), "a sample is outside"),
         (write("flattened_shapes/data.ninja", numbers(6, 7, 8, 0, 2)), "another length than stated"),
         (write("flattened_shapes/shape.ninja", numbers(4)), "data.ninja has 40 bytes"),
         (write("starts/dtype.ninja", b"float64"), "expected a list of int64"),
         (write("shapes/data.ninja", numbers(3, 3, 7, 1, 4, 2, 3, 0, 1)), r"sample 0 of 6 .* has the shape \[3, 3\]"),
         (write("shapes/data.ninja", numbers(-2, -3, 7, 1, 4, 2, 3, 0, 1)), "sample 0 of 6 elements"),
-        (write("shapes/ends/data.ninja", numbers(2, 3, 6, 8, 10)), "lies outside the list of dims"),
+        (write("shapes/ends/data.ninja", numbers(2, 3, 6, 8, 10)), "is outside the list of dims"),
         (write("shapes/shapes_are_flat.ninja", b"\0\0\0\0"), "nested too deeply"),
         (write("shapes_are_flat.ninja", b"\1\0\0\0"), "not a column of lengths"),
         (lambda folder: shutil.rmtree(folder / "shapes"), "it has no shapes_are_flat.ninja"),

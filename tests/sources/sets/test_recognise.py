@@ -130,7 +130,7 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(
     make(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
-    with pytest.raises(UnsupportedCheckpointError, match=rf"{name}.*no regular file"):
+    with pytest.raises(UnsupportedCheckpointError, match=rf"{name}.*not a regular file"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 

@@ -245,7 +245,7 @@ def test_keys_that_are_not_those_of_the_tensors_are_refused(
 
 def test_another_number_of_elements_than_the_pickle_says_is_refused(opened: Opened) -> None:
     value = b"}" + text("w") + old_tensor("44", 7, 7) + b"s"
-    with pytest.raises(SourceError, match="has 8 elements where it is stored, and 7"):
+    with pytest.raises(SourceError, match="has 8 elements in the file, and 7"):
         read(opened(old_file(value, {"44": FLOATS})))
 
 

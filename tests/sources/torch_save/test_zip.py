@@ -535,7 +535,7 @@ def test_a_flipped_bit_in_a_storage_names_the_tensor(opened: Opened, jobs: int) 
     data[data.index(torch.arange(70.0, 80.0).numpy().tobytes(), len(data) // 2 - 4_000_000)] ^= 1
     with pytest.raises(SourceChecksumError, match="tensor 'first'|tensor 'second'") as caught:
         read(opened(bytes(data)), jobs=jobs)
-    assert "was damaged before it reached us" in str(caught.value)
+    assert "is damaged in the source" in str(caught.value)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -617,7 +617,7 @@ def test_a_byte_order_told_too_late_is_refused(opened: Opened) -> None:
     parts = records(saved(simple()))
     del parts["byteorder"]
     assert read(opened(repacked(parts | {"byteorder": b"little"}))) == wanted(simple())
-    with pytest.raises(UnsupportedCheckpointError, match="told after its tensors"):
+    with pytest.raises(UnsupportedCheckpointError, match="stated after its tensors"):
         read(opened(repacked(parts | {"byteorder": b"big"})))
 
 

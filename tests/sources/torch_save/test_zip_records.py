@@ -97,7 +97,7 @@ def test_a_stated_length_other_than_the_one_that_was_read_is_refused(streamed: b
     header = read_local_header(stream)
     assert header is not None
     stream.skip(11, what="it")
-    with pytest.raises(SourceError, match="has 12 bytes, says the archive; 11 were expected"):
+    with pytest.raises(SourceError, match="has 11 bytes, but the archive states 12"):
         read_descriptor(stream, header, 11, 11)
 
 
