@@ -141,7 +141,7 @@ class TorchArchive:
                         "is not"
                     )
                 payload = self._stream.position
-                self._stream.skip(storage.nbytes, what=_described(storage))
+                self._stream.skip(storage.nbytes, what=str(storage))
                 self._finish(self._next, payload, storage.nbytes, storage.nbytes)
             self._next = read_local_header(self._stream)
         self._check_end()
@@ -159,7 +159,7 @@ class TorchArchive:
     ) -> Iterator[Event]:
         """A part of a storage that has been read before, after :meth:`locate`."""
         self._stream.seek(self._records[self._name_of(storage)].payload + begin)
-        what = _described(storage)
+        what = str(storage)
         for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
             yield Data(chunk, storage, fresh=False)
 
@@ -334,7 +334,7 @@ class TorchArchive:
         return crc
 
     def _stored_chunks(self, storage: Storage, chunk_nbytes: int) -> Iterator[memoryview]:
-        what = _described(storage)
+        what = str(storage)
         return self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what)
 
     def _inflated(self, header: LocalHeader) -> Inflated:
@@ -439,10 +439,6 @@ class TorchArchive:
 def is_pickle(name: str) -> bool:
     """Whether a record of this name describes the checkpoint: it is directly below the prefix of all records."""
     return name.count("/") == 1 and name.endswith("/" + PICKLE)
-
-
-def _described(storage: Storage) -> str:
-    return f"storage {quoted(storage.key)} of {storage.nbytes} bytes"
 
 
 def _small(header: LocalHeader, chunks: Iterable[memoryview | bytes]) -> bytes:

@@ -34,6 +34,9 @@ class Storage:
     nbytes: int
     numel: int
 
+    def __str__(self) -> str:
+        return f"storage {quoted(self.key)} of {self.nbytes} bytes"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TypedStorage:

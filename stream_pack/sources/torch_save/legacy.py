@@ -79,7 +79,7 @@ class _LegacyFile:
     def locate(self) -> None:
         for storage in self.storages.values():
             self._begin(storage)
-            self._stream.skip(storage.nbytes, what=_described(storage))
+            self._stream.skip(storage.nbytes, what=str(storage))
         self._check_end()
 
     def read_storage(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
@@ -90,7 +90,7 @@ class _LegacyFile:
         self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
     ) -> Iterator[Event]:
         self._stream.seek(self._payloads[storage.key] + begin)
-        what = _described(storage)
+        what = str(storage)
         for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
             yield Data(chunk, storage, fresh=False)
 
@@ -107,7 +107,7 @@ class _LegacyFile:
 
     def _read_next(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
         payload = self._begin(storage)
-        what = _described(storage)
+        what = str(storage)
         for chunk in self._stream.chunks(storage.nbytes, chunk_nbytes=chunk_nbytes, what=what):
             yield Data(chunk, storage)
         yield End(storage.key, 0, payload, storage)
@@ -143,7 +143,3 @@ def _checked_keys(keys: object, storages: dict[str, Storage]) -> list[str]:
             f"it lists {len(keys)} storages, and its tensors use {len(storages)} that are not the same"
         )
     return keys
-
-
-def _described(storage: Storage) -> str:
-    return f"storage {quoted(storage.key)} of {storage.nbytes} bytes"
