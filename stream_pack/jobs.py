@@ -1,4 +1,4 @@
-"""How many threads may work at once."""
+"""How many threads may work at once, and the check of such a number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from stream_pack.errors import LimitError, OptionError
 
-__all__ = ["check_jobs", "cores"]
+__all__ = ["check_number", "cores"]
 
 
 def cores() -> int:
@@ -16,15 +16,14 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS
 
 
-def check_jobs(jobs: object) -> int | None:
-    """``jobs`` as a caller gave it; None for the default.
-
-    Raises: OptionError for what is no whole number, LimitError below 1.
-    """
-    if jobs is None:
-        return None
-    if not isinstance(jobs, int) or isinstance(jobs, bool):
-        raise OptionError(f"jobs={jobs!r}: expected a whole number")
-    if jobs < 1:
-        raise LimitError(f"{jobs} jobs: expected at least 1", value=jobs, limit=1)
-    return jobs
+def check_number(
+    name: str, number: object, *, least: int | None = None, optional: bool = False
+) -> None:
+    """Raises: OptionError for an option that is not a whole number (or None, if ``optional``), LimitError if it is
+    below ``least``."""
+    if number is None and optional:
+        return
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise OptionError(f"{name}={number!r:.200}: expected a whole number")
+    if least is not None and number < least:
+        raise LimitError(f"{name}={number}: expected at least {least}", value=number, limit=least)

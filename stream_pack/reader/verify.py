@@ -30,7 +30,7 @@ from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.proof import Users, block_error, prove_checksums, prove_length, wrong_blocks
 from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
-from stream_pack.jobs import check_jobs, cores
+from stream_pack.jobs import check_number, cores
 from stream_pack.reader.blocks import block_checksums
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange, Mapping
@@ -66,7 +66,7 @@ def verify(
     Raises: OSError; OptionError, LimitError; NotAPackError, RawPayloadError, NewerVersionError where there is nothing
     to verify.  Damage is reported, not raised.
     """
-    check_jobs(jobs)
+    check_number("jobs", jobs, least=1, optional=True)
     with closing(FileRange(path, offset=offset, nbytes=nbytes)) as file, naming(file):
         return _verify(file, jobs, progress, contained=offset != 0 or nbytes is not None)
 
@@ -117,14 +117,14 @@ def verify_mapped(
     Raises: OptionError, LimitError for ``jobs``; NewerVersionError for the footer; StateError when another thread
     closes the pack.
     """
-    jobs = check_jobs(jobs) or cores()
+    check_number("jobs", jobs, least=1, optional=True)
     damages = [
         *_tail_damages(mapping, head),
         *_graph_damages(mapping, head),
         *_order_damages(head),
         *_cover_damages(head),
         *_padding_damages(mapping, head),
-        *_block_damages(mapping, head, jobs, progress),
+        *_block_damages(mapping, head, jobs or cores(), progress),
     ]
     damages.sort(key=lambda damage: damage.file_begin)
     index = head.index

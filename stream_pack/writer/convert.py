@@ -15,6 +15,7 @@ from stream_pack.format.front import Front
 from stream_pack.format.header import To
 from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.adapt.source import adapted
+from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, open_source
@@ -177,35 +178,27 @@ def convert_with(
         sink = stack.enter_context(open_sink(target))
         _refuse_overwriting(source, sink)
         spool = Spool(sink.folder or options.spool_dir, announce=options.announce)
-        opened = stack.enter_context(
-            open_source(
-                source,
-                key=options.key,
-                ignore_unknown=options.ignore_unknown,
-                spool=spool,
-                max_memory=options.max_memory,
-            )
-        )
-        return write_pack(
-            adapted(opened, options.adaptation),
-            sink,
-            options.settings if front is None else replace(options.settings, front=front),
-            spool=spool,
-            progress=options.progress,
-        )
+        opened = stack.enter_context(_open(source, options, spool))
+        settings = options.settings if front is None else replace(options.settings, front=front)
+        taken = adapted(opened, options.adaptation)
+        return write_pack(taken, sink, settings, spool=spool, progress=options.progress)
 
 
 def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bool) -> Forecast:
     """:func:`forecast`, given its options as one object."""
-    with open_source(
+    with _open(source, options) as opened:
+        taken = adapted(opened, options.adaptation)
+        return forecast_pack(taken, options.settings, to_stream=to_stream)
+
+
+def _open(source: Convertible, options: ConvertOptions, spool: Spool | None = None) -> Source:
+    return open_source(
         source,
         key=options.key,
         ignore_unknown=options.ignore_unknown,
+        spool=spool,
         max_memory=options.max_memory,
-    ) as opened:
-        return forecast_pack(
-            adapted(opened, options.adaptation), options.settings, to_stream=to_stream
-        )
+    )
 
 
 def _refuse_overwriting(source: object, sink: Sink) -> None:
@@ -218,11 +211,8 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
         path = os.fsdecode(source)
         folder = os.path.dirname(path) or "." if path.endswith(".json") else path
         if os.path.isdir(folder):
-            sources += [
-                entry.path
-                for entry in os.scandir(folder)
-                if entry.is_file() and entry.stat().st_size
-            ]
+            files = (entry for entry in os.scandir(folder) if entry.is_file())
+            sources += [entry.path for entry in files if entry.stat().st_size]
     if sink.identity in map(file_identity, sources):
         raise SourceError(
             "the target is open for writing, and is the file of the source or in its folder: pass the target's path "

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from stream_pack.errors import LimitError, OptionError
+from stream_pack.errors import OptionError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.front import Front, plain_front
 from stream_pack.format.header import To
 from stream_pack.format.layout import Policy
+from stream_pack.jobs import check_number
 from stream_pack.pipeline.adapt.cast_plan import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation
@@ -60,10 +61,10 @@ class ConvertOptions:
     adaptation: Adaptation = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_number("jobs", self.jobs, least=1, optional=True)
-        _check_number("chunk_nbytes", self.chunk_nbytes, least=1)
-        _check_number("block_nbytes", self.block_nbytes)
-        _check_number("max_memory", self.max_memory, optional=True)
+        check_number("jobs", self.jobs, least=1, optional=True)
+        check_number("chunk_nbytes", self.chunk_nbytes, least=1)
+        check_number("block_nbytes", self.block_nbytes)
+        check_number("max_memory", self.max_memory, optional=True)
         if not isinstance(self.alignment, Alignment):
             raise _wrong("alignment", self.alignment, "stream_pack.Alignment(small=..., large=...)")
         _check_metadata(self.metadata)
@@ -71,9 +72,7 @@ class ConvertOptions:
             if function is not None and not callable(function):
                 raise _wrong(name, function, "a function")
         policy = Policy(
-            alignment=self.alignment,
-            block_nbytes=self.block_nbytes,
-            allow_blowup=self.allow_blowup,
+            alignment=self.alignment, block_nbytes=self.block_nbytes, allow_blowup=self.allow_blowup
         )
         selection = Selection(
             include=_patterns("include", self.include),
@@ -103,17 +102,6 @@ def _wrong(name: str, value: object, expected: str) -> OptionError:
     return OptionError(f"{name}={shown[:200]}{'...' if shown[200:] else ''}: expected {expected}")
 
 
-def _check_number(
-    name: str, number: object, *, least: int | None = None, optional: bool = False
-) -> None:
-    if number is None and optional:
-        return
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise _wrong(name, number, "a whole number")
-    if least is not None and number < least:
-        raise LimitError(f"{name}={number}: expected at least {least}", value=number, limit=least)
-
-
 def _check_metadata(metadata: object) -> None:
     if metadata is not None and not (
         isinstance(metadata, Mapping)
@@ -132,9 +120,8 @@ def _patterns(option: str, given: object) -> tuple[str, ...]:
 def _renames(given: object) -> tuple[Callable[[str], str], ...]:
     renames = (given,) if callable(given) else _several(given)
     if renames is None or not all(isinstance(item, str) or callable(item) for item in renames):
-        raise _wrong(
-            "rename", given, "'s/REGEX/REPLACEMENT/', a function from name to name, or several"
-        )
+        expected = "'s/REGEX/REPLACEMENT/', a function from name to name, or several"
+        raise _wrong("rename", given, expected)
     return tuple(
         Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)
         for item in renames
