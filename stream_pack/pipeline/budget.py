@@ -6,14 +6,17 @@ mapped files do not count; the kernel takes them back when it wants to.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stream_pack.errors import LimitError
+from stream_pack.pipeline.bytestream import READ_AHEAD_NBYTES, ByteStream
 from stream_pack.pipeline.memory import anonymous_nbytes
 from stream_pack.pipeline.overlap import BATCH_WEIGHT, DEPTH
 from stream_pack.text import human_nbytes
 
-__all__ = ["Budget", "allow_memory", "budget"]
+__all__ = ["UNLIMITED", "Budget", "MemoryWatch", "allow_memory", "budget"]
 
 WINDOW_NBYTES = 8 << 20
 """What a strided tensor is gathered in without a limit.  A window of a transposed matrix touches most pages of
@@ -34,6 +37,9 @@ tensors took for a moment (measured with 100,000 tensors: 300 for safetensors)."
 
 BLOCK_NBYTES = 24
 """What it holds for each block: its checksum in a page, in the column, and in the bytes that are written."""
+
+STEP_MEMORY_NBYTES = 2 << 20
+"""What the next step of parsing may take before memory is looked at again."""
 
 SLACK_NBYTES = 4 << 20
 STAGE_SLACK_NBYTES = 2 << 20
@@ -109,6 +115,39 @@ def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
             value=max_memory,
             limit=least,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWatch:
+    """Keeps ``max_memory`` while the head of a checkpoint, of unknown length, becomes objects; None: no limit."""
+
+    max_memory: int | None = None
+
+    def allow(self, nbytes: int) -> None:
+        """Refuse ``nbytes`` more for what has been read if they and one step do not fit.  Raises: LimitError."""
+        what = "reading what the source holds"
+        allow_memory(nbytes + STEP_MEMORY_NBYTES, self.max_memory, what=what)
+
+    @contextmanager
+    def over(self, stream: ByteStream) -> Iterator[None]:
+        """Inside, look at memory whenever :data:`READ_AHEAD_NBYTES` more have come from ``stream``."""
+        unseen = 0
+
+        def look(nbytes: int) -> None:
+            nonlocal unseen
+            unseen += nbytes
+            if unseen >= READ_AHEAD_NBYTES:
+                unseen = 0
+                self.allow(0)
+
+        stream.on_read = look
+        try:
+            yield
+        finally:
+            stream.on_read = None
+
+
+UNLIMITED = MemoryWatch()
 
 
 def _in_flight_nbytes(chunk_nbytes: int, window_nbytes: int, jobs: int) -> int:

@@ -12,14 +12,13 @@ import os
 import select
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import numpy as np
 
 from stream_pack.errors import SourceError, TruncatedSourceError
 
-__all__ = ["BinaryReader", "ByteStream"]
+__all__ = ["READ_AHEAD_NBYTES", "BinaryReader", "ByteStream"]
 
 READ_AHEAD_NBYTES = 65536
 """What a small read fetches at once: so many bytes cost about as much to copy as a system call does."""
@@ -41,6 +40,8 @@ class ByteStream:
     A regular file is read by position, so the caller's own file offset does not move, and
     :meth:`seek` works.  Everything else is read forward only.  Small reads share a read-ahead of 64 KiB.
 
+    ``on_read``, unless None, is called with the number of bytes whenever some have come from the source.
+
     Lifetime: ``close`` closes what :meth:`open_path` opened and never what a caller handed over.
     """
 
@@ -50,8 +51,7 @@ class ByteStream:
         self._ahead = b""
         self._ahead_at = 0
         self._fetched = 0  # bytes taken from the source, read ahead included
-        self._watch: Callable[[int], None] | None = None
-        self._watched = 0
+        self.on_read: Callable[[int], None] | None = None
         self._readinto: Callable[[memoryview], int]
         self._file = _regular_file(source)
         if self._file is not None:
@@ -103,21 +103,6 @@ class ByteStream:
         part._file = self._fd, part._base
         part._limit = nbytes
         return part
-
-    @contextmanager
-    def watched(self, check: Callable[[int], None]) -> Iterator[None]:
-        """Inside, ``check(0)`` is called whenever :data:`READ_AHEAD_NBYTES` more have been taken from the source, and
-        by :meth:`allow`: for input of unknown length that becomes objects in memory."""
-        self._watch = check
-        try:
-            yield
-        finally:
-            self._watch = None
-
-    def allow(self, nbytes: int) -> None:
-        """Say that ``nbytes`` of memory will be taken for what has been read.  Raises: what the ``check`` raises."""
-        if self._watch is not None:
-            self._watch(nbytes)
 
     @property
     def position(self) -> int:
@@ -178,13 +163,11 @@ class ByteStream:
         # Let go now: what is read past it below would leave it in the wrong place for seek().
         self._ahead, self._ahead_at = rest[begin:], 0
         while begin < nbytes:
-            read = self._readinto(data[begin:])
+            read = self._fetch(data[begin:])
             if read == 0:
                 self.unread(bytes(data[:begin]))
                 raise self._truncated(nbytes, what)
-            self._fetched += read
             begin += read
-            self._check()
         return data
 
     def chunks(self, nbytes: int, *, chunk_nbytes: int, what: str) -> Iterator[memoryview]:
@@ -242,20 +225,20 @@ class ByteStream:
         pieces = [self._ahead[self._ahead_at :]]
         while have < nbytes:
             piece = bytearray(max(READ_AHEAD_NBYTES, nbytes - have))
-            read = self._readinto(memoryview(piece))
+            read = self._fetch(memoryview(piece))
             if read == 0:
                 break
             pieces.append(bytes(memoryview(piece)[:read]))
-            self._fetched += read
             have += read
-            self._check()
         self._ahead, self._ahead_at = b"".join(pieces), 0
         return have
 
-    def _check(self) -> None:
-        if self._watch is not None and abs(self._fetched - self._watched) >= READ_AHEAD_NBYTES:
-            self._watched = self._fetched
-            self._watch(0)
+    def _fetch(self, memory: memoryview) -> int:
+        read = self._readinto(memory)
+        self._fetched += read
+        if self.on_read is not None:
+            self.on_read(read)
+        return read
 
     def _truncated(
         self, nbytes: int, what: str, *, ends_at: int | None = None

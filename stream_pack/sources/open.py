@@ -15,7 +15,7 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
 )
 from stream_pack.format.sniff import SNIFF_NBYTES, Kind, describe, sniff
-from stream_pack.pipeline.budget import allow_memory
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
@@ -35,10 +35,6 @@ Convertible: TypeAlias = (
 """A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
 a mapping of names to tensors or arrays, a module, or a source.
 """
-
-
-STEP_MEMORY_NBYTES = 2 << 20
-"""What the next step of parsing may take before memory is looked at again."""
 
 
 def open_source(
@@ -68,7 +64,7 @@ def open_source(
         nests = True
         return flatten(value, unknown)
 
-    opened = _Opening(noting, spool, max_memory).source(source)
+    opened = _Opening(noting, spool, MemoryWatch(max_memory)).source(source)
     if key is not None and key != WHOLE and not nests:
         opened.close()
         raise OptionError(
@@ -90,7 +86,7 @@ def open_within(
     """
     nbytes = max(0, os.stat(path).st_size - offset)
     stream = ByteStream.open_range(path, offset, nbytes)
-    opening = _Opening(flattening(), spool, max_memory, within=True)
+    opening = _Opening(flattening(), spool, MemoryWatch(max_memory), within=True)
     return opening.stream(stream)
 
 
@@ -130,7 +126,7 @@ class _Opening:
 
     flatten: Flatten
     spool: Spool | None
-    max_memory: int | None = None
+    watch: MemoryWatch = UNLIMITED
     within: bool = False
 
     def source(self, source: Convertible) -> Source:
@@ -151,13 +147,11 @@ class _Opening:
         if path.is_dir():
             from stream_pack.sources.sets.recognise import open_folder
 
-            return open_folder(
-                path, open_file=self._file, flatten=self.flatten, allow=self._check_memory
-            )
+            return open_folder(path, open_file=self._file, flatten=self.flatten, watch=self.watch)
         from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
 
         if is_index_name(path.name):
-            return open_hugging_face(path, open_file=self._file, allow=self._check_memory)
+            return open_hugging_face(path, open_file=self._file, watch=self.watch)
         return self._file(path)
 
     def _file(self, path: Path) -> Source:
@@ -166,18 +160,11 @@ class _Opening:
     def stream(self, stream: ByteStream) -> Source:
         """The source that ``stream`` is, which it owns, also when there is an error."""
         try:
-            if self.max_memory is None:
-                return self._known(stream)
-            with stream.watched(self._check_memory):
+            with self.watch.over(stream):
                 return self._known(stream)
         except BaseException:
             stream.close()
             raise
-
-    def _check_memory(self, nbytes: int) -> None:
-        allow_memory(
-            nbytes + STEP_MEMORY_NBYTES, self.max_memory, what="reading what the source holds"
-        )
 
     def _known(self, stream: ByteStream) -> Source:
         """The source that reads the kind of file that ``stream`` begins like."""
@@ -186,19 +173,19 @@ class _Opening:
         if kind is Kind.TORCH_ZIP:
             from stream_pack.sources.torch_save.zip import TorchZipSource
 
-            return TorchZipSource(stream, flatten=self.flatten, spool=self.spool)
+            return TorchZipSource(stream, flatten=self.flatten, spool=self.spool, watch=self.watch)
         if kind is Kind.TORCH_LEGACY:
             from stream_pack.sources.torch_save.legacy import LegacyTorchSource
 
-            return LegacyTorchSource(stream, flatten=self.flatten)
+            return LegacyTorchSource(stream, flatten=self.flatten, watch=self.watch)
         if kind is Kind.SAFETENSORS:
             from stream_pack.sources.safetensors import SafetensorsSource
 
-            return SafetensorsSource(stream)
+            return SafetensorsSource(stream, watch=self.watch)
         if kind is Kind.GGUF:
             from stream_pack.sources.gguf.source import GgufSource
 
-            return GgufSource(stream)
+            return GgufSource(stream, watch=self.watch)
         if kind in (Kind.PACK, Kind.PTD):
             from stream_pack.sources.pack.source import PackSource
 

@@ -20,6 +20,7 @@ from stream_pack.errors import (
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_SAFETENSORS
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.data_section import DataSectionSource
 from stream_pack.text import quoted
@@ -58,8 +59,8 @@ class SafetensorsSource(DataSectionSource):
     dtype without a place in a pack, TruncatedSourceError; of a pipe's length, only :meth:`stream` can tell.
     """
 
-    def __init__(self, stream: ByteStream) -> None:
-        entries, metadata = _parse(_read_header(stream))
+    def __init__(self, stream: ByteStream, *, watch: MemoryWatch = UNLIMITED) -> None:
+        entries, metadata = _parse(_read_header(stream, watch))
         data_nbytes = _check_offsets(entries)
         builder = CatalogBuilder()
         for entry in entries:
@@ -97,7 +98,7 @@ class SafetensorsSource(DataSectionSource):
             )
 
 
-def _read_header(stream: ByteStream) -> bytes:
+def _read_header(stream: ByteStream, watch: MemoryWatch) -> bytes:
     nbytes = int.from_bytes(stream.read_exactly(8, what="the length of the header"), "little")
     if nbytes > MAX_HEADER_NBYTES:
         raise UnsupportedCheckpointError(
@@ -109,11 +110,11 @@ def _read_header(stream: ByteStream) -> bytes:
             f"not safetensors: expected a JSON header that starts with '{{' at byte 8, found {quoted(stream.peek(8))}"
         )
     copies = HEADER_COPIES * nbytes
-    stream.allow(copies)
+    watch.allow(copies)
     # In chunks: what a length claims is not allocated before it has come.
     header = b"".join(stream.chunks(nbytes, chunk_nbytes=1 << 20, what="the header"))
     objects = MEMBER_NBYTES * header.count(b":") + ELEMENT_NBYTES * header.count(b",")
-    stream.allow(copies - nbytes + objects)
+    watch.allow(copies - nbytes + objects)
     return header
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import resource
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from stream_pack.errors import LimitError
-from stream_pack.pipeline.budget import Budget, budget
+from stream_pack.pipeline.budget import UNLIMITED, Budget, MemoryWatch, budget
+from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.memory import anonymous_nbytes
+from tests.sources.byte_sources import Dribble
 from tests.support.memory import needs_proc
 
 MIB = 1 << 20
@@ -109,3 +112,39 @@ def test_the_memory_of_this_process_is_what_the_kernel_says() -> None:
     kib = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert kib is not None
     assert abs(anonymous_nbytes() - 1024 * int(kib[1])) < 4 * MIB
+
+
+@pytest.mark.parametrize("step", [999, 1 << 20])
+def test_a_watch_looks_at_memory_each_time_64_kib_have_come_until_it_ends(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Dribble(bytes(1 << 20), step=step)
+    looked: list[int] = []
+
+    def look() -> int:
+        looked.append(source.taken)
+        return 0
+
+    monkeypatch.setattr("stream_pack.pipeline.budget.anonymous_nbytes", look)
+    stream = ByteStream(source)
+    with MemoryWatch(1 << 40).over(stream):
+        for _ in range(512):
+            stream.read_exactly(1000, what="bytes")
+    assert 65536 <= looked[0] < 65536 + 999
+    assert all(65536 <= after - before < 65536 + 999 for before, after in pairwise(looked))
+    assert 512_000 - looked[-1] < 65536
+    count = len(looked)
+    stream.read_exactly(400_000, what="bytes")
+    assert len(looked) == count
+
+
+def test_a_watch_refuses_what_does_not_fit_beside_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stream_pack.pipeline.budget.anonymous_nbytes", lambda: 50 * MIB)
+    watch = MemoryWatch(60 * MIB)
+    watch.allow(8 * MIB)
+    with pytest.raises(LimitError, match="reading what the source holds") as caught:
+        watch.allow(8 * MIB + 1)
+    assert caught.value.limit > 60 * MIB
+    UNLIMITED.allow(1 << 60)

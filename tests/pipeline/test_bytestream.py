@@ -336,16 +336,16 @@ def test_a_range_of_a_file_is_a_stream_that_ends_with_it(tmp_path: Path) -> None
         ByteStream.open_range("/dev/null", 0, 1)
 
 
-def test_a_watch_is_asked_at_least_every_64_kib_while_it_is_set() -> None:
+def test_each_read_of_the_source_tells_its_bytes_until_on_read_is_reset() -> None:
     stream = ByteStream(io.BytesIO(bytes(1 << 20)))
-    asked: list[int] = []
-    with stream.watched(asked.append):
-        for _ in range(512):
-            stream.read_exactly(1000, what="bytes")
-        assert 512_000 // 65536 <= len(asked) < 512
-        stream.allow(77)
-    assert asked == [0] * (len(asked) - 1) + [77]
-    count = len(asked)
-    stream.read_exactly(400_000, what="bytes")
-    stream.allow(77)
-    assert len(asked) == count
+    told: list[int] = []
+    stream.on_read = told.append
+    for _ in range(512):
+        stream.read_exactly(1000, what="bytes")
+    assert told == [65536] * 8  # the read-ahead
+    stream.read_exactly(300_000, what="bytes")
+    assert sum(told) == 812_000
+    count = len(told)
+    stream.on_read = None
+    stream.skip(100_000, what="bytes")
+    assert len(told) == count

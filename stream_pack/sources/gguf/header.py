@@ -19,6 +19,7 @@ import numpy as np
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.limits import MAX_NBYTES
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import quoted, shown
 
@@ -103,13 +104,13 @@ class GgufHeader:
     padded_end: int
 
 
-def read_gguf_header(stream: ByteStream) -> GgufHeader:
+def read_gguf_header(stream: ByteStream, watch: MemoryWatch) -> GgufHeader:
     """Read everything before the data's padding; ``stream`` is at the file's first byte.
 
     Raises: UnsupportedCheckpointError for another version, a big-endian file, one file of a split model, and a header
     that breaks a rule or a limit above; UnsupportedTensorError for a type that is not known; TruncatedSourceError.
     """
-    reader = _Reader(stream)
+    reader = _Reader(stream, watch)
     count, pairs = reader.counts()
     metadata, alignment = reader.metadata(pairs)
     tensors = reader.tensors(count)
@@ -123,8 +124,9 @@ def read_gguf_header(stream: ByteStream) -> GgufHeader:
 class _Reader:
     """Reads what precedes the data, piece by piece, and never more than the limits allow."""
 
-    def __init__(self, stream: ByteStream) -> None:
+    def __init__(self, stream: ByteStream, watch: MemoryWatch) -> None:
         self._stream = stream
+        self._watch = watch
         self._elements = 0
         magic, version = bytes(self._take(4)), self._u32()
         if magic != MAGIC:
@@ -227,7 +229,7 @@ class _Reader:
         slices = (min(SLICE, count - begin) for begin in range(0, count, SLICE))
         pieces = [self._elements_as_json(kind, length, depth) for length in slices]
         if len(pieces) > 1:
-            self._stream.allow(sum(map(len, pieces)))
+            self._watch.allow(sum(map(len, pieces)))
         if pieces:  # brackets now: around the whole, they would make another copy of it
             pieces[0] = "[" + pieces[0]
             pieces[-1] += "]"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.data_section import DataSectionSource
 from stream_pack.sources.gguf.header import read_gguf_header
@@ -25,8 +26,8 @@ class GgufSource(DataSectionSource):
     known of a pipe only by :meth:`stream`.
     """
 
-    def __init__(self, stream: ByteStream) -> None:
-        self._header = header = read_gguf_header(stream)
+    def __init__(self, stream: ByteStream, *, watch: MemoryWatch = UNLIMITED) -> None:
+        self._header = header = read_gguf_header(stream, watch)
         builder = CatalogBuilder()
         for tensor in header.tensors:
             builder.add(

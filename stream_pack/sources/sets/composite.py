@@ -24,7 +24,6 @@ from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamO
 from stream_pack.text import quoted, shown
 
 __all__ = [
-    "Allow",
     "JoinedSource",
     "Member",
     "OpenFile",
@@ -38,9 +37,6 @@ __all__ = [
 
 OpenFile: TypeAlias = Callable[[Path], Source]
 """How a single file is opened, whatever its kind; sets do not care which kinds there are."""
-
-Allow: TypeAlias = Callable[[int], None]
-"""Is told how many bytes of memory are about to be taken for what a set's own files say; raises if that is too much."""
 
 MAX_FILE_NAME_NBYTES = 255
 """Of the file systems of Linux and macOS: a longer name is no file's."""

@@ -21,6 +21,7 @@ from stream_pack.errors import (
 from stream_pack.format.catalog import CatalogBuilder, tensor_nbytes
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.sniff import describe_start
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
@@ -33,7 +34,7 @@ from stream_pack.sources.sets.assembly import (
     tiled,
     trimmed,
 )
-from stream_pack.sources.sets.composite import Allow, member_path, say_where, together
+from stream_pack.sources.sets.composite import member_path, say_where, together
 from stream_pack.sources.sets.dcp_metadata import Place, ShardedTensor, read_metadata
 from stream_pack.sources.torch_save.globals import Storage, Tensor
 from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
@@ -51,7 +52,7 @@ class DcpSource(Source):
     """The whole tensors, in the order of the metadata.
 
     A training loop saves ``{"model": ..., "optimizer": ...}``: ``flatten`` chooses among the nested dicts, and names
-    their tensors, just as in a checkpoint that is one file.  ``allow``: see :data:`Allow`.
+    their tensors, just as in a checkpoint that is one file.  ``watch`` is asked about the metadata.
 
     Only the files' lengths are checked when it is made; a chunk is opened when its bytes are due.
 
@@ -59,9 +60,9 @@ class DcpSource(Source):
     element once, what ``flatten`` refuses; UnsupportedTensorError; TruncatedSourceError; OSError.
     """
 
-    def __init__(self, folder: Path, *, flatten: Flatten, allow: Allow) -> None:
+    def __init__(self, folder: Path, *, flatten: Flatten, watch: MemoryWatch) -> None:
         self._folder = folder
-        found = read_metadata(folder / METADATA, allow=allow)
+        found = read_metadata(folder / METADATA, watch=watch)
         chosen = flatten(_nested(found.tensors), ())
         remarks = list(chosen.remarks)
         if found.ignored:

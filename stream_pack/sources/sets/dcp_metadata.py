@@ -17,8 +17,9 @@ from pathlib import Path
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.format.dtypes import BY_TORCH
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.sources.sets.assembly import Box
-from stream_pack.sources.sets.composite import Allow, regular_file
+from stream_pack.sources.sets.composite import regular_file
 from stream_pack.sources.torch_save.globals import TABLE
 from stream_pack.sources.torch_save.unpickler import (
     STEP_NBYTES,
@@ -72,17 +73,17 @@ class ShardedTensors:
     files: frozenset[str]
 
 
-def read_metadata(path: Path, *, allow: Allow) -> ShardedTensors:
+def read_metadata(path: Path, *, watch: MemoryWatch) -> ShardedTensors:
     """Read ``.metadata``; of each tensor only the numbers' types and ranges are checked.
 
-    Raises: what ``allow`` raises; UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError; OSError.
+    Raises: UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError, LimitError; OSError.
     """
     with open(regular_file(path), "rb") as file:
         unpickler = Unpickler(
             lambda: file.read(STEP_NBYTES),
             find_global=_find_global,
             find_persistent=_no_storage,
-            allow=allow,
+            watch=watch,
         )
         value = unpickler.load()
         if unpickler.rest or file.read(1):
@@ -91,7 +92,7 @@ def read_metadata(path: Path, *, allow: Allow) -> ShardedTensors:
     entries, data = metadata.get("state_dict_metadata"), metadata.get("storage_data")
     if type(entries) is not dict or type(data) is not dict:
         raise _unknown("it has no state_dict_metadata or no storage_data")
-    allow(ENTRY_NBYTES * (len(entries) + len(data)))
+    watch.allow(ENTRY_NBYTES * (len(entries) + len(data)))
     places = _places(data)
     paths = metadata.get("planner_data")
     paths = paths if type(paths) is dict else {}

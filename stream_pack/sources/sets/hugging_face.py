@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.sets.composite import (
-    Allow,
     JoinedSource,
     Member,
     OpenFile,
@@ -42,22 +42,21 @@ def is_index_name(name: str) -> bool:
     return name.endswith(".json") and ".index." in name
 
 
-def open_hugging_face(index: Path, *, open_file: OpenFile, allow: Allow) -> Source:
+def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -> Source:
     """The tensors that the index at ``index`` names, file by file in the order of the files' names, each
     file in its own order.
 
     Tensors of the files that the index does not name are left out, and counted in the remarks.  ``total_size`` is
-    not looked at: tools have written it in several ways.  ``allow``: see
-    :data:`stream_pack.sources.sets.composite.Allow`.
+    not looked at: tools have written it in several ways.  ``watch`` is asked about the index.
 
     Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
-    is not in its file; what ``open_file`` raises; OSError.
+    is not in its file; what ``open_file`` raises; LimitError; OSError.
     """
-    files = _read_index(index, allow)
+    files = _read_index(index, watch)
     paths = [member_path(index.parent, name, told_by=quoted(index.name)) for name in files]
     sources = open_members(paths, open_file)
     try:
-        allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
+        watch.allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
         return _join(index.name, files, sources)
     except BaseException:
         for source in sources:
@@ -100,14 +99,14 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
     )
 
 
-def _read_index(path: Path, allow: Allow) -> dict[str, dict[str, None]]:
+def _read_index(path: Path, watch: MemoryWatch) -> dict[str, dict[str, None]]:
     """The names of the tensors of each file, files in the order of their names."""
     with open(regular_file(path), "rb") as file:
-        allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
+        watch.allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
         text = file.read(MAX_INDEX_NBYTES + 1)
     if len(text) > MAX_INDEX_NBYTES:
         raise _not_an_index(path, f"is longer than {MAX_INDEX_NBYTES} bytes")
-    allow(len(text) + ENTRY_NBYTES * text.count(b":"))
+    watch.allow(len(text) + ENTRY_NBYTES * text.count(b":"))
     try:
         parsed = json.loads(text.decode(), object_pairs_hook=lambda pairs: _unique(path, pairs))
     except StreamPackError:

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.sets.composite import Allow, OpenFile
+from stream_pack.sources.sets.composite import OpenFile
 from stream_pack.sources.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
 from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
 from stream_pack.sources.sets.llama import LlamaSource, is_shard_name
@@ -27,11 +28,13 @@ _LOOKED_FOR = (
 )
 
 
-def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: Allow) -> Source:
+def open_folder(
+    folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: MemoryWatch
+) -> Source:
     """The set of files that ``folder`` holds, as one source.
 
-    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved; ``allow``: see
-    :data:`stream_pack.sources.sets.composite.Allow`.
+    ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved; ``watch``
+    limits the memory for what the set's own files say.
 
     Raises: UnsupportedCheckpointError for a folder that holds none, or more than one; as the set's own source; OSError.
     """
@@ -40,7 +43,7 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     found: list[tuple[str, Callable[[], Source]]] = [
         (
             f"the index {quoted(name)}",
-            partial(open_hugging_face, folder / name, open_file=open_file, allow=allow),
+            partial(open_hugging_face, folder / name, open_file=open_file, watch=watch),
         )
         for name in filter(is_index_name, names)
     ]
@@ -49,7 +52,7 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
     # The metadata alone says which shards are missing.
     alone = not any((found, weights, TYPE_FILE in names))
     if any(name.endswith(SHARD_SUFFIX) for name in names) or (METADATA in names and alone):
-        distributed = partial(_open_distributed, folder, names, flatten=flatten, allow=allow)
+        distributed = partial(_open_distributed, folder, names, flatten=flatten, watch=watch)
         found.append(("a torch.distributed checkpoint", distributed))
     if TYPE_FILE in names:
         found.append((f"an mmap-ninja array ({TYPE_FILE})", partial(NinjaSource, folder)))
@@ -68,11 +71,11 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, allow: A
 
 
 def _open_distributed(
-    folder: Path, names: Collection[str], *, flatten: Flatten, allow: Allow
+    folder: Path, names: Collection[str], *, flatten: Flatten, watch: MemoryWatch
 ) -> Source:
     if METADATA not in names:
         raise UnsupportedCheckpointError(
             f"the folder {quoted(str(folder))} holds the shards of a torch.distributed checkpoint, but no "
             f"{METADATA}, which is written last: the save did not finish"
         )
-    return DcpSource(folder, flatten=flatten, allow=allow)
+    return DcpSource(folder, flatten=flatten, watch=watch)

@@ -19,6 +19,7 @@ from stream_pack.errors import (
     TruncatedSourceError,
     UnsupportedCheckpointError,
 )
+from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.torch_save.container import Data, End, Event
 from stream_pack.sources.torch_save.globals import Storage, TorchObjects
@@ -71,8 +72,9 @@ class TorchArchive:
     Raises: UnsupportedCheckpointError, SourceError, TruncatedSourceError; OSError.
     """
 
-    def __init__(self, stream: ByteStream, *, flatten: Flatten) -> None:
+    def __init__(self, stream: ByteStream, *, flatten: Flatten, watch: MemoryWatch) -> None:
         self._stream = stream
+        self._watch = watch
         self._flatten = flatten
         self._records: dict[str, _Record] = {}
         self._pickle_nbytes = 0
@@ -203,7 +205,7 @@ class TorchArchive:
             read_some,
             find_global=objects.find_global,
             find_persistent=objects.find_persistent,
-            allow=stream.allow,
+            watch=self._watch,
         )
         value = unpickler.load()
         rest = unpickler.rest

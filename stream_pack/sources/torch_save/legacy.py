@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from functools import partial
 
 from stream_pack.errors import SourceError, UnsupportedCheckpointError
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.torch_save.container import Data, End, Event
 from stream_pack.sources.torch_save.globals import Storage, TorchObjects
@@ -38,8 +39,15 @@ class LegacyTorchSource(TorchSource):
     Raises: UnsupportedCheckpointError, UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError; OSError.
     """
 
-    def __init__(self, stream: ByteStream, *, flatten: Flatten | None = None) -> None:
-        super().__init__(stream, _LegacyFile(stream, flatten or flattening()), kind="torch legacy")
+    def __init__(
+        self,
+        stream: ByteStream,
+        *,
+        flatten: Flatten | None = None,
+        watch: MemoryWatch = UNLIMITED,
+    ) -> None:
+        container = _LegacyFile(stream, flatten or flattening(), watch)
+        super().__init__(stream, container, kind="torch legacy")
 
     @property
     def verification(self) -> str:
@@ -52,8 +60,9 @@ class _LegacyFile:
     big_endian = False
     order_known = True
 
-    def __init__(self, stream: ByteStream, flatten: Flatten) -> None:
+    def __init__(self, stream: ByteStream, flatten: Flatten, watch: MemoryWatch) -> None:
         self._stream = stream
+        self._watch = watch
         self._payloads: dict[str, int] = {}
         objects = TorchObjects()
         if self._unpickle(objects) != MAGIC or self._unpickle(objects) != VERSION:
@@ -99,7 +108,7 @@ class _LegacyFile:
             partial(self._stream.read_some, STEP_NBYTES),
             find_global=objects.find_global,
             find_persistent=objects.find_persistent,
-            allow=self._stream.allow,
+            watch=self._watch,
         )
         value = unpickler.load()
         self._stream.unread(unpickler.rest)

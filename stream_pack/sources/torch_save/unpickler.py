@@ -19,6 +19,7 @@ from struct import Struct
 from typing import NoReturn
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.text import quoted
 
 __all__ = ["STEP_NBYTES", "Callee", "OddKey", "Opaque", "Unpickler", "malformed"]
@@ -89,8 +90,8 @@ class Unpickler:
     """One pickle, read from ``read_some`` (which gives some bytes at each call, none at the end) until its STOP.
 
     ``find_global(name)`` gives a Callee or an Opaque for "module.name"; ``find_persistent(id)`` gives the object for
-    torch's persistent ids (storages).  ``allow(nbytes)`` is given how much memory the next piece will take beside the
-    objects that become of it, and raises if that is too much.
+    torch's persistent ids (storages).  ``watch`` is asked about the memory that the next piece will take beside the
+    objects that become of it.
 
     After :meth:`load`, ``rest`` holds what was read beyond the pickle: always an end of the last piece.
     """
@@ -101,12 +102,12 @@ class Unpickler:
         *,
         find_global: Callable[[str], object],
         find_persistent: Callable[[object], object],
-        allow: Callable[[int], None] | None = None,
+        watch: MemoryWatch = UNLIMITED,
     ) -> None:
         self._read_some = read_some
         self._find_global = find_global
         self._find_persistent = find_persistent
-        self._allow = allow
+        self._watch = watch
         self._data = b""
         self._at = 0
         self._passed = 0  # bytes before self._data
@@ -158,8 +159,7 @@ class Unpickler:
             raise self._malformed(f"more than {MAX_STACK} values wait on its stack")
         if self._created + self._memoized > MAX_OBJECTS:
             raise self._malformed(f"it holds more than {MAX_OBJECTS} objects")
-        if self._allow is not None:
-            self._allow(STRING_COPIES * nbytes + GROWTH_NBYTES * self._longest)
+        self._watch.allow(STRING_COPIES * nbytes + GROWTH_NBYTES * self._longest)
         pieces = [self._data[self._at :]]
         have = len(pieces[0])
         self._passed += self._at

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from zlib import crc32
 
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Demand, Requests
 from stream_pack.pipeline.spool import Spool, SpoolFile
@@ -38,7 +39,12 @@ class TorchZipSource(TorchSource):
     """
 
     def __init__(
-        self, stream: ByteStream, *, flatten: Flatten | None = None, spool: Spool | None = None
+        self,
+        stream: ByteStream,
+        *,
+        flatten: Flatten | None = None,
+        spool: Spool | None = None,
+        watch: MemoryWatch = UNLIMITED,
     ) -> None:
         self._spooled: SpoolFile | None = None
         if spool is not None and stream.regular_file is None and not _begins_with_pickle(stream):
@@ -46,7 +52,7 @@ class TorchZipSource(TorchSource):
             stream.close()
             stream = ByteStream(self._spooled.fileno())
         try:
-            self._archive = TorchArchive(stream, flatten=flatten or flattening())
+            self._archive = TorchArchive(stream, flatten=flatten or flattening(), watch=watch)
             remarks = () if self._spooled is None else (SPOOLED.format(self._spooled.nbytes),)
             super().__init__(stream, self._archive, kind="torch zip", remarks=remarks)
         except BaseException:

@@ -39,6 +39,7 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
+from stream_pack.pipeline.budget import UNLIMITED
 from stream_pack.sources.open import open_source
 from stream_pack.sources.sets.dcp import DcpSource
 from stream_pack.sources.torch_save.nesting import flattening
@@ -153,10 +154,6 @@ def save(state: Mapping[str, Any], folder: Path, **options: Any) -> Path:
     return folder
 
 
-def unlimited(nbytes: int) -> None:
-    """Memory that nobody counts."""
-
-
 def metadata_of(folder: Path) -> Metadata:
     value = pickle.loads((folder / ".metadata").read_bytes())
     assert isinstance(value, Metadata)
@@ -180,14 +177,14 @@ def test_the_model_is_taken_out_of_a_training_checkpoint_and_it_is_said(tmp_path
             "2 entries that are no tensors were left out",
         )
     assert read_path(tmp_path) == expected
-    assert read(DcpSource(tmp_path, flatten=flattening("model"), allow=unlimited)) == expected
-    assert read(DcpSource(tmp_path, flatten=flattening("optimizer"), allow=unlimited)) == {
+    assert read(DcpSource(tmp_path, flatten=flattening("model"), watch=UNLIMITED)) == expected
+    assert read(DcpSource(tmp_path, flatten=flattening("optimizer"), watch=UNLIMITED)) == {
         "exp_avg": torch.ones(3, 4).numpy().tobytes()
     }
-    everything = read(DcpSource(tmp_path, flatten=flattening("."), allow=unlimited))
+    everything = read(DcpSource(tmp_path, flatten=flattening("."), watch=UNLIMITED))
     assert set(everything) == {"model.w", "model.b", "optimizer.exp_avg"}
     with pytest.raises(UnsupportedCheckpointError, match="'ema'"):
-        DcpSource(tmp_path, flatten=flattening("ema"), allow=unlimited)
+        DcpSource(tmp_path, flatten=flattening("ema"), watch=UNLIMITED)
 
 
 def test_shards_that_the_metadata_does_not_name_are_mentioned(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from stream_pack.errors import (
 )
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
+from stream_pack.sources.open import open_source
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import file_stream, pipe_stream
 from tests.sources.source_suite import (
@@ -236,6 +237,14 @@ def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(
     assert isinstance(row, stream_pack.KeySummary)
     assert (row.path, row.kind, row.chosen) == ((), "dict", True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_pickle_of_an_archive_that_needs_the_spool_is_read_under_the_limit(
+    tmp_path: Path,
+) -> None:
+    data = reordered("pickle last")
+    with pytest.raises(LimitError, match="reading what the source holds"):
+        open_source(ByteSource(data), spool=Spool(tmp_path), max_memory=1)
 
 
 def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_path: Path) -> None:
