@@ -22,11 +22,10 @@ MIN_SLAB = 1024
 def row_windows(
     shape: Sequence[int], itemsize: int, window_nbytes: int
 ) -> Iterator[tuple[int | slice, ...]]:
-    """Indices that cut an array into windows of at most ``window_nbytes`` (one element at least),
-    in row-major order.
+    """Indices that cut an array into windows of at most ``window_nbytes`` (one element at least), in row-major order.
 
-    Concatenating ``array[index].ravel()`` over all indices gives ``array.ravel()``.  An array of
-    rank 0 has the one window ``()``; an array of no elements has none.
+    Concatenating ``array[index].ravel()`` over all indices gives ``array.ravel()``.  An array of rank 0 has the one
+    window ``()``; an array of no elements has none.
     """
     if 0 in shape:
         return

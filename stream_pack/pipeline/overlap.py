@@ -19,8 +19,7 @@ T = TypeVar("T")
 BATCH_WEIGHT = 1 << 20
 BATCH_ITEMS = 256
 DEPTH = 2
-"""Batches that wait between two stages: enough to ride out a hiccup, few enough to keep memory
-small."""
+"""Batches that wait between two stages: enough to ride out a hiccup, few enough to keep memory small."""
 
 ABANDON_SECONDS = 1.0
 """How long an early end waits for a stage that may be blocked in a read of a silent pipe."""
@@ -38,8 +37,7 @@ def overlap(items: Iterator[T], *, weigh: Callable[[T], int]) -> Generator[T, No
 
     ``weigh`` gives the bytes an item holds; about 4 MiB (or one item more) wait at any time.
 
-    Lifetime: closing the generator, or leaving its loop by an exception, ends the thread and closes
-    ``items`` there.
+    Lifetime: closing the generator, or leaving its loop by an exception, ends the thread and closes ``items`` there.
     Raises: whatever ``items`` raises, at the place in the sequence where it did.
     """
     batches: queue.Queue[list[T] | _End] = queue.Queue(DEPTH)

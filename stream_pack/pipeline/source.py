@@ -43,9 +43,8 @@ Piece: TypeAlias = tuple[int, Chunk]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """What the layout wants of the source: buffer ``b`` is bytes ``[starts[b], starts[b] +
-    nbytes[b])`` of storage ``storages[b]``, in the order of the buffers in the pack.
-    Every ``nbytes`` is above 0.
+    """What the layout wants of the source: buffer ``b`` is bytes ``[starts[b], starts[b] + nbytes[b])`` of storage
+    ``storages[b]``, in the order of the buffers in the pack.  Every ``nbytes`` is above 0.
     """
 
     storages: NDArray[np.int64]
@@ -64,12 +63,11 @@ class Requests:
 class StreamOptions:
     """How the bytes are delivered.
 
-    ``chunk_nbytes``: no chunk is longer (``Zeros`` may be).  ``window_nbytes``: what may be gathered
-    of a strided tensor in one step, before it is cut into chunks; the one before may still be held.
+    ``chunk_nbytes``: no chunk is longer (``Zeros`` may be).  ``window_nbytes``: what may be gathered of a strided
+    tensor in one step, before it is cut into chunks; the one before may still be held.
     ``jobs``: threads the source may use, at least 1.
-    ``in_order``: the sink is a stream, so a source that can choose delivers buffer 0 whole, then 1,
-    and so on; one that cannot (it is itself a pipe) delivers in the order of arrival, and the
-    writer spools.
+    ``in_order``: the sink is a stream, so a source that can choose delivers buffer 0 whole, then 1, and so on; one that
+    cannot (it is itself a pipe) delivers in the order of arrival, and the writer spools.
     ``spool``: temporary disk space, for what cannot be done in one pass.
     """
 

@@ -23,8 +23,7 @@ from stream_pack.writer.sink import Sink
 __all__ = ["CHUNK_NBYTES", "PackWriter", "Progress", "default_jobs", "write_pack"]
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes of the region written, bytes it has); the zeros of wide gaps are never counted
-as written."""
+"""Called with (bytes of the region written, bytes it has); the zeros of wide gaps are never counted as written."""
 
 CHUNK_NBYTES = 1 << 20
 """Bytes moved in one step: they stay in a core's own cache between read, hash and write."""
@@ -39,8 +38,7 @@ def default_jobs() -> int:
 
 
 class PackWriter:
-    """A pack being written: the head on :meth:`start`, then chunks in any order the sink allows,
-    then :meth:`finish`.
+    """A pack being written: the head on :meth:`start`, then chunks in any order the sink allows, then :meth:`finish`.
 
     ``encoded`` is the head of ``layout``.  Nothing is written before :meth:`start`.
     """

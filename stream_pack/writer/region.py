@@ -24,8 +24,7 @@ _PADDING = bytes(MAX_PADDING_CHUNK)
 class _ChecksumTable:
     """Checksums by block number, in pages that are made when their first one comes.
 
-    A source may announce far more bytes than it will ever deliver; only what it delivers takes
-    memory here.
+    A source may announce far more bytes than it will ever deliver; only what it delivers takes memory here.
     """
 
     PAGE = 1 << 13
@@ -63,8 +62,8 @@ class RegionHasher:
     def place(self, buffer: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         """Hash the next bytes of ``buffer`` and say where in the file they go.
 
-        After a buffer's last bytes come the zeros up to the next buffer, if they are few: they join
-        two small writes to one.  A wider gap is left to the sink.
+        After a buffer's last bytes come the zeros up to the next buffer, if they are few: they join two small writes to
+        one.  A wider gap is left to the sink.
         Raises: SourceError when the buffer gets more bytes than it has.
         """
         yield self._add(buffer, chunk), chunk

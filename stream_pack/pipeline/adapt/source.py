@@ -92,7 +92,6 @@ class AdaptedSource(Source):
         return self._cast(pieces, requests, self._casts, options.chunk_nbytes)
 
     def _asked(self, requests: Requests) -> Requests:
-        """What to ask the source for."""
         return requests if self._casts is None else _uncast(requests, self._casts)
 
     def _cast(
