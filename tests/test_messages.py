@@ -53,7 +53,7 @@ REVIEWED = {
     # Joined from quoted texts, or from our own.
     ("pipeline/adapt/cast_plan.py", "', '.join(_BY_ALIAS)"),
     ("pipeline/adapt/select.py", "', '.join(given)"),
-    ("sources/sets/dcp.py", "names"),
+    ("sources/sets/dcp_chunks.py", "names"),
     ("sources/sets/dcp_metadata.py", "found"),
     ("sources/sets/llama.py", "found"),
     ("sources/sets/llama_params.py", "key"),

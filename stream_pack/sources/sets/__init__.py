@@ -5,6 +5,7 @@
 * ``assembly``: one tensor from parts of several files;
 * ``hugging_face``: an index and its shards;
 * ``llama``, ``llama_params``: the shards of Meta's Llama, and what ``params.json`` says of them;
-* ``dcp``, ``dcp_metadata``: torch.distributed checkpoints;
+* ``dcp``: torch.distributed checkpoints; ``dcp_metadata``: what their ``.metadata`` says; ``dcp_chunks``: what a chunk
+  must satisfy;
 * ``ninja``: folders of mmap-ninja.
 """

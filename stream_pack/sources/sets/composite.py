@@ -48,7 +48,7 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
     Only a plain name is followed, so nothing outside ``folder`` can be named; what is there may be a symbolic
     link (the hub's cache is made of them), because the owner of the folder put it there.
 
-    Raises: UnsupportedCheckpointError for an invalid name, or where there is no regular file.
+    Raises: UnsupportedCheckpointError for an invalid name, or one of no regular file.
     """
     if (
         type(name) is not str

@@ -1,11 +1,10 @@
-"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks are.
+"""``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks are stored.
 
-It is a plain pickle of dataclasses.  All of them stay closed
-(:class:`~stream_pack.sources.torch_save.unpickler.Opaque`), and what is needed is picked out of
-their states; nothing is imported, and what else the pickle names is never looked at.
+It is a plain pickle of dataclasses.  None of them is rebuilt (see
+:class:`~stream_pack.sources.torch_save.unpickler.Opaque`): the values needed are taken from their states, nothing is
+imported, and whatever else the pickle names is ignored.
 
-Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0
-to 2.13.
+Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0 to 2.13.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ from stream_pack.sources.torch_save.unpickler import (
 )
 from stream_pack.text import quoted
 
-__all__ = ["Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
+__all__ = ["METADATA", "Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
+
+METADATA = ".metadata"
 
 ENTRY_NBYTES = 600
 """Memory that each tensor, and each chunk, takes beside what the pickle has become (measured with 200,000)."""
@@ -38,7 +39,7 @@ ENTRY_NBYTES = 600
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a chunk's archive is.  Units: bytes, ``begin`` from the file's start."""
+    """Where a chunk's archive is stored.  Units: bytes, ``begin`` from the file's start."""
 
     file: str
     begin: int
@@ -63,9 +64,9 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensors:
-    """All tensors, in the order of the metadata; ``ignored`` counts the entries that are none.
+    """All tensors, in the order of the metadata; ``ignored`` counts the other entries.
 
-    ``files`` are all that hold anything.
+    ``files``: every file that holds something.
     """
 
     tensors: list[ShardedTensor]
@@ -152,7 +153,7 @@ def _tensor(
         place = places.get((name, box.offsets))
         if place is None:
             raise _unknown(
-                f"nothing says where the chunk of tensor {quoted(name)} at {list(box.offsets)} is stored"
+                f"no place is given for the chunk of tensor {quoted(name)} at {list(box.offsets)}"
             )
         boxes.append(box)
         found.append(place)
@@ -160,7 +161,7 @@ def _tensor(
 
 
 def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:
-    """Where each chunk is, by name and offsets (of what is no tensor: None)."""
+    """Where each chunk is stored, by name and offsets (None for entries that are no tensors)."""
     places: dict[tuple[str, object], Place] = {}
     for key, value in data.items():
         index = _state(key.key if type(key) is OddKey else key, "MetadataIndex")

@@ -11,7 +11,8 @@ from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.sets.composite import OpenFile
-from stream_pack.sources.sets.dcp import METADATA, SHARD_SUFFIX, DcpSource
+from stream_pack.sources.sets.dcp import SHARD_SUFFIX, DcpSource
+from stream_pack.sources.sets.dcp_metadata import METADATA
 from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_face
 from stream_pack.sources.sets.llama import LlamaSource, is_shard_name
 from stream_pack.sources.sets.llama_params import PARAMS
