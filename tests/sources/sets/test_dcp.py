@@ -306,7 +306,7 @@ def swap_places(metadata: Metadata) -> None:
         (lambda m: chunked(m, 12), "does not lie in"),
         (lambda m: moved(m, 1, 0), "does not lie in"),
         (lambda m: w_of(m).chunks.append(chunk((9, 9), (1, 1))), r"the chunk of tensor 'w' at \[9, 9\]"),
-        (lambda m: m.storage_data.clear(), "nothing says where the chunk"),
+        (lambda m: m.storage_data.clear(), "no place is given for the chunk"),
         (lambda m: setattr(w_of(m), "size", torch.Size([3, 5])), "they hold 12 elements, it has 15"),
         (grown, r"at \[0, 0\] has 48000000 bytes, and .metadata says that its archive"),
         (lambda m: setattr(w_of(m), "size", [3, 4]), "is not made of whole numbers"),
