@@ -22,7 +22,7 @@ import xxhash
 import stream_pack
 from perf.contest import Contender, Contest, timed
 from perf.workspace import PYTHON, Workspace, environment, shell
-from stream_pack.format import front, layout
+from stream_pack.format import header_kinds, layout
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.head import encode_head
@@ -349,7 +349,7 @@ def _plan(effort: Effort, count: int) -> Contest:
         (
             Contender(
                 "plan and encode",
-                timed(lambda: encode_head(layout.plan(catalog, layout.Policy()), front.MPS)),
+                timed(lambda: encode_head(layout.plan(catalog, layout.Policy()), header_kinds.MPS)),
             ),
         ),
         rounds=min(effort.rounds, 3),

@@ -7,8 +7,8 @@ from dataclasses import replace
 from stream_pack.errors import FormatError
 from stream_pack.et_files.decoders import DECODERS
 from stream_pack.et_files.payload import NOTHING, Payload, ReadFile
-from stream_pack.format.front import MAX_HEADER_NBYTES, decode_header, kind_of
 from stream_pack.format.header import Header
+from stream_pack.format.header_kinds import MAX_HEADER_NBYTES, decode_header, kind_of
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.format.proof import truncated
 from stream_pack.format.records import Footer, Locator

@@ -3,7 +3,7 @@
 - ``payloads``: payloads of single delegates, made of ExecuTorch's graphs and of tensors that are streamed into them.
 - ``export``: whole exports by ExecuTorch, in which constants go to disk instead of being copied in memory.
 
-Of the packages, only the command line is above this one.  Importing it imports neither ExecuTorch nor torch: its
+No other package imports this one.  Importing it imports neither ExecuTorch nor torch: its
 functions do, when they are called.
 """
 

@@ -13,8 +13,8 @@ from stream_pack.errors import ChecksumError, FormatError
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.format.checksum import xxh3, zeros
 from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
-from stream_pack.format.front import MAX_HEADER_NBYTES, Front, decode_header
 from stream_pack.format.header import Header, HeadKind
+from stream_pack.format.header_kinds import MAX_HEADER_NBYTES, Front, decode_header
 from stream_pack.format.index import Index, decode_index, encode_index
 from stream_pack.format.layout import Layout
 from stream_pack.format.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES

@@ -2,7 +2,7 @@
 
 There is a kind for each reader of ExecuTorch that a pack can be made for, and a pack of one kind differs from another
 in nothing but its header and its graph.  All that is particular to a kind is one :class:`HeadKind`, at the end of the
-module of its graph; :mod:`stream_pack.format.front` lists them.
+module of its graph; :mod:`stream_pack.format.header_kinds` lists them.
 Source: docs/FORMAT.md, "Header".
 """
 

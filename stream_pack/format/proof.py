@@ -21,12 +21,12 @@ from stream_pack.errors import (
     TrailingBytesError,
     TruncatedError,
 )
-from stream_pack.format.front import decode_header, kind_of
+from stream_pack.format.file_kinds import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 from stream_pack.format.head import Head, check_region, decode_head, root_checksum
 from stream_pack.format.header import Header
+from stream_pack.format.header_kinds import decode_header, kind_of
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.records import Footer, Locator
-from stream_pack.format.sniff import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 from stream_pack.text import listed
 
 __all__ = [

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.inspection.inspection import InspectedPart, Inspection
 from stream_pack.inspection.of_et_file import inspect_et_file
 from stream_pack.inspection.rows import rows_of

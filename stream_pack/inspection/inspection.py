@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.text import counted, human_nbytes, printable
 
 __all__ = ["InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"]

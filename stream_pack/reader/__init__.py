@@ -1,9 +1,9 @@
-"""What maps a pack and gives its tensors to NumPy and PyTorch.
+"""Opens packs: maps them, and hands their tensors to NumPy and PyTorch.
 
 * ``pack``, ``safe_open``: the public entry points, :func:`stream_pack.open` and the API of safetensors.
-* ``opening``, ``mapping``: what is proved of a file on opening; its memory.
-* ``lending``, ``views``, ``tensors``: memory that is in use; tensors and slices of them; torch storages.
-* ``verify``, ``damage``, ``blocks``: all checksums and rules of the format, the report, and lazy verification.
+* ``opening``: what is proved of a file before it is used.  ``mapping``: its memory.
+* ``views``: tensors and slices of them.  ``tensors``: their torch storages.  ``lending``: what memory is in use.
+* ``verify``: recomputes all checksums.  ``damage``: the report of that.  ``blocks``: checksums proved on first use.
 * ``payload``, ``verify_et_file``: files as ExecuTorch writes them.
 
 Above ``format`` and ``et_files``; never imports ``pipeline``, ``sources`` or ``writer``.

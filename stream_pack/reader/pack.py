@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import OptionError, RawPayloadError, StateError, UnknownTensorError
-from stream_pack.format.front import KINDS
 from stream_pack.format.head import Head
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.format.proof import prove_footer, prove_length
 from stream_pack.reader.blocks import BlockCheck
 from stream_pack.reader.lending import Contents, Lender

@@ -15,10 +15,10 @@ from stream_pack.et_files.survey import Survey, survey_payload, survey_program
 from stream_pack.format.align import Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.dtypes import DTYPES
+from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, sniff
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.ranges import starts_apart
-from stream_pack.format.sniff import SNIFF_NBYTES, Kind, sniff
 from stream_pack.reader.lending import Contents
 from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.reader.opening import read_head, read_header

@@ -14,7 +14,7 @@ from stream_pack.errors import (
 )
 from stream_pack.et_files.constants import Fault
 from stream_pack.et_files.survey import Survey
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.payload import survey_file

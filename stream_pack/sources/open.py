@@ -14,7 +14,7 @@ from stream_pack.errors import (
     SourceError,
     UnsupportedCheckpointError,
 )
-from stream_pack.format.sniff import SNIFF_NBYTES, Kind, describe, sniff
+from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
 from stream_pack.pipeline.source import Source

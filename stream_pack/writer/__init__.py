@@ -1,4 +1,4 @@
-"""What writes packs.
+"""Writes packs: to a file or a stream, from one process or several.
 
 * ``convert``: the public functions that write a whole pack; ``options``: their options, defaults and checks.
 * ``plan``: what is packed where, and the memory and disk space that takes.  ``forecast``: the plan as a report.

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from stream_pack.errors import SourceError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import Front
 from stream_pack.format.header import To
+from stream_pack.format.header_kinds import Front
 from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.source import Source

@@ -10,8 +10,8 @@ from typing import TypeAlias, cast
 from stream_pack.errors import OptionError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
-from stream_pack.format.front import Front, plain_front
 from stream_pack.format.header import To
+from stream_pack.format.header_kinds import Front, plain_front
 from stream_pack.format.layout import Policy
 from stream_pack.jobs import check_number
 from stream_pack.pipeline.adapt.cast_plan import cast_rules

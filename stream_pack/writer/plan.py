@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format.catalog import Catalog
-from stream_pack.format.front import Front, verifier_tensors
 from stream_pack.format.head import EncodedHead, encode_head
+from stream_pack.format.header_kinds import Front, verifier_tensors
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.arrival import waiting_nbytes

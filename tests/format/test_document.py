@@ -11,8 +11,8 @@ import xxhash
 
 from stream_pack.format import limits
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.format.front import KINDS
 from stream_pack.format.head import decode_head
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.format.records import Footer, Locator
 from tests.vectors.minimal_reader import Pack, read
 

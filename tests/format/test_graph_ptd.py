@@ -15,7 +15,7 @@ from stream_pack.errors import FormatError, LimitError, UnsupportedTensorError
 from stream_pack.format import graph_ptd
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME, DTYPES
-from stream_pack.format.front import decode_header
+from stream_pack.format.header_kinds import decode_header
 from stream_pack.format.index import Index
 from stream_pack.format.layout import Policy, plan
 from stream_pack.format.schema.generated import FlatTensor as fbs

@@ -17,7 +17,6 @@ from stream_pack.errors import ChecksumError, FormatError, LimitError
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import KINDS, MPS, PTD, XNNPACK, Front
 from stream_pack.format.head import (
     EncodedHead,
     check_region,
@@ -26,6 +25,7 @@ from stream_pack.format.head import (
     encode_head,
 )
 from stream_pack.format.header import Header
+from stream_pack.format.header_kinds import KINDS, MPS, PTD, XNNPACK, Front
 from stream_pack.format.layout import Layout, Policy, plan
 from tests.support.damage import Share, may_refuse, some_or_all
 from tests.support.packs import LOCATOR, pack_bytes, places, reseal

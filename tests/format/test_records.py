@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stream_pack.errors import FormatError, LimitError, NewerVersionError, NotAPackError
-from stream_pack.format.front import KINDS, decode_header
 from stream_pack.format.header import Header
+from stream_pack.format.header_kinds import KINDS, decode_header
 from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
 U64 = st.integers(0, 2**64 - 1)

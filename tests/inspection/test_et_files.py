@@ -11,7 +11,7 @@ import pytest
 import stream_pack
 from stream_pack import ChecksumError, FormatError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.cli import main
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.inspection.inspect import inspect
 from stream_pack.inspection.inspection import Inspection
 from stream_pack.reader.verify import verify

@@ -13,8 +13,8 @@ import pytest
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
 from stream_pack.format.head import encode_head
+from stream_pack.format.header_kinds import MPS
 from stream_pack.format.layout import Policy, plan
 from tests.vectors.minimal_reader import integers, read
 

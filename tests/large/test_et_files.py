@@ -10,7 +10,7 @@ import pytest
 
 import stream_pack
 from stream_pack import RawPayloadError
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.inspection.inspect import inspect
 from stream_pack.reader.verify import verify
 from tests.support.et_files import Constant, Delegate, Named, mps_payload, program, ptd

@@ -16,8 +16,8 @@ from stream_pack import ChecksumError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.checksum import xxh3_of_zeros
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
 from stream_pack.format.head import encode_footer, encode_head
+from stream_pack.format.header_kinds import MPS
 from stream_pack.format.layout import Policy, plan
 from stream_pack.inspection.inspect import inspect_pack
 from tests.support.memory import anonymous_nbytes

@@ -7,8 +7,8 @@ import numpy as np
 from stream_pack.format import graph_mps
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
 from stream_pack.format.head import decode_head, encode_head
+from stream_pack.format.header_kinds import MPS
 from stream_pack.format.layout import Policy, plan
 
 COUNT = 1_000_000

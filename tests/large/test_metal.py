@@ -13,8 +13,8 @@ import stream_pack
 from stream_pack.errors import TensorTooLarge
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
 from stream_pack.format.head import encode_footer, encode_head
+from stream_pack.format.header_kinds import MPS
 from stream_pack.format.layout import Policy, plan
 from stream_pack.metal import Device
 from stream_pack.metal.plan import plan_metal

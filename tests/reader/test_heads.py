@@ -21,8 +21,8 @@ from stream_pack import (
     RawPayloadError,
     TruncatedError,
 )
-from stream_pack.format.front import KINDS
 from stream_pack.format.header import To
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.inspection.inspect import inspect_pack
 from stream_pack.metal.plan import plan_metal
 from stream_pack.reader.verify import verify

@@ -437,8 +437,8 @@ def test_a_closed_pack_says_that_it_is_closed(path: Path) -> None:
 
 
 def test_notes_of_a_tensor_are_read(path: Path) -> None:
-    from stream_pack.format.front import MPS
     from stream_pack.format.head import encode_footer, encode_head
+    from stream_pack.format.header_kinds import MPS
     from stream_pack.format.layout import Policy, plan
 
     builder = CatalogBuilder()

@@ -14,7 +14,7 @@ import torch
 import stream_pack
 from stream_pack.errors import LimitError
 from stream_pack.format.catalog import Catalog
-from stream_pack.format.front import MPS, PTD, XNNPACK, Front
+from stream_pack.format.header_kinds import MPS, PTD, XNNPACK, Front
 from stream_pack.report import Forecast, Report
 from stream_pack.writer.plan import warnings_of
 from tests.sources.byte_sources import Dribble

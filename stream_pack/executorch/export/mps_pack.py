@@ -11,8 +11,8 @@ from stream_pack.errors import UnsupportedTensorError
 from stream_pack.et_files.mps_types import DTYPE_OF
 from stream_pack.executorch.export.held import Held
 from stream_pack.format.catalog import CatalogBuilder
-from stream_pack.format.front import KINDS, Front
 from stream_pack.format.head import encode_footer, encode_head
+from stream_pack.format.header_kinds import KINDS, Front
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.source import Zeros
 from stream_pack.text import quoted

@@ -1,4 +1,4 @@
-"""Replacing functions of ExecuTorch during a block, and only for the thread that is in it.
+"""Replacing functions of ExecuTorch, torch and ``copy`` during a block, for the thread that is in it.
 
 The stand-in asks :func:`active`, and calls the original where no export is streamed.  Blocks in several threads share
 the stand-ins; the last one restores the originals.

@@ -13,8 +13,8 @@ import numpy as np
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, tensor_nbytes
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
-from stream_pack.format.front import Front
 from stream_pack.format.header import HeadKind
+from stream_pack.format.header_kinds import Front
 from stream_pack.format.limits import MAX_RANK
 from stream_pack.format.ragged import Ragged
 from stream_pack.pipeline.adapt.cast_plan import cast_catalog

@@ -19,7 +19,7 @@ from stream_pack.et_files.constants import BYTES, UNKNOWN, Constants
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.catalog import Catalog, CatalogBuilder
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource

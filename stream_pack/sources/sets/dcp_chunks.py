@@ -20,7 +20,7 @@ from stream_pack.errors import (
 )
 from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.format.sniff import describe_start
+from stream_pack.format.file_kinds import describe_start
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Chunk, Requests, StreamOptions
 from stream_pack.sources.sets.assembly import Box, Rows, tiled

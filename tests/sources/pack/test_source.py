@@ -30,8 +30,8 @@ from stream_pack.errors import (
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.front import MPS
 from stream_pack.format.head import encode_footer, encode_head, root_checksum
+from stream_pack.format.header_kinds import MPS
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.format.records import Footer, Locator
 from stream_pack.pipeline.bytestream import ByteStream

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_pack.format.sniff import SNIFF_NBYTES, Kind, describe_start, sniff
+from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe_start, sniff
 
 
 def torch_save(

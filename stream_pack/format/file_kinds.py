@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import re
 
-from stream_pack.format.front import KINDS
+from stream_pack.format.header_kinds import KINDS
 
 __all__ = ["CHECKPOINTS", "SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
 
