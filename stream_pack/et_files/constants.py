@@ -122,13 +122,12 @@ def join(parts: Sequence[Constants]) -> Constants:
                 unique = f"{name}#{taken[name]}"
             taken[unique] = 1
             names.append(unique)
+    dims = [part.dims.values for part in parts]
+    ranks = [part.dims.lengths for part in parts]
     return Constants(
         names=names,
         dtypes=_joined([part.dtypes for part in parts], np.int16),
-        dims=Ragged.of(
-            _joined([part.dims.values for part in parts], np.int64),
-            _joined([part.dims.lengths for part in parts], np.int64),
-        ),
+        dims=Ragged.of(_joined(dims, np.int64), _joined(ranks, np.int64)),
         file_offsets=_joined([part.file_offsets for part in parts], np.int64),
         nbytes=_joined([part.nbytes for part in parts], np.int64),
         invalid=invalid,
@@ -201,9 +200,8 @@ def expected_nbytes(constants: Constants) -> NDArray[np.int64]:
         shapes = constants.dims.values[begins[rows, None] + np.arange(rank)]
         filled = np.where(shapes == 0, 1, shapes)
         # float64 proves that the exact product fits; 2**60 elements of 16 bytes are beyond any file.
-        possible = (shapes >= 0).all(axis=1) & (
-            filled.astype(np.float64).prod(axis=1) < MAX_NBYTES / 4
-        )
+        product = filled.astype(np.float64).prod(axis=1)
+        possible = (shapes >= 0).all(axis=1) & (product < MAX_NBYTES / 4)
         elements = np.where(possible[:, None], filled, 1).prod(axis=1)
         last = shapes[:, -1] if rank else np.ones(len(rows), np.int64)
         possible &= last % 8 * bits[rows] % 8 == 0

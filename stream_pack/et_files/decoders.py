@@ -17,7 +17,6 @@ from stream_pack.et_files.constants import (
     Fault,
     constant_fault,
     duplicate_name,
-    find_faults,
     lookup,
 )
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
@@ -55,7 +54,6 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
             for row in np.flatnonzero(values.num_dims != ranks).tolist()
         },
     )
-    constants = find_faults(constants, faults, origin=payload.file_offset)
     aborts = ~np.isin(constants.dtypes, _MPS_TAKES)
     for row in np.flatnonzero(aborts | (constants.nbytes == 0)).tolist():
         what = f"is {constants.dtype_name(row)}" if aborts[row] else "has no bytes"
@@ -78,11 +76,11 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     dims.values[is_described[dims.rows]] = dims_of.values
     dtypes = np.full(count, BYTES, np.int16)
     dtypes[described] = lookup(values.datatypes[firsts], _BY_XNN)
-    notes = {}
-    for number, first in zip(described.tolist(), firsts.tolist()):
-        quantized = _QUANTIZED.get(int(values.datatypes[first]))
-        if quantized is not None:
-            notes[number] = {"xnnpack.datatype": quantized}
+    notes = {
+        number: {"xnnpack.datatype": _QUANTIZED[datatype]}
+        for number, datatype in zip(described.tolist(), values.datatypes[firsts].tolist())
+        if datatype in _QUANTIZED
+    }
     faults: list[Fault] = []
     keyed = {}
     inline = found.offsets != np.uint64(graph_xnnpack.BY_KEY)
@@ -105,7 +103,6 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         nbytes=found.nbytes[inline],
         notes=kept_rows(notes, inline),
     )
-    constants = find_faults(constants, faults, origin=payload.file_offset)
     return replace(payload, constants=constants, faults=tuple(faults), keyed=keyed)
 
 
@@ -143,7 +140,6 @@ def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         invalid=layouts.invalid,
         notes=layouts.notes,
     )
-    constants = find_faults(constants, faults, origin=payload.file_offset)
     begin, end = payload.file_offset, payload.region_file_offset
     repeated = [name for name, uses in Counter(names).items() if uses > 1]
     faults += [duplicate_name(name, begin, end) for name in repeated]

@@ -39,17 +39,8 @@ class MpsType:
 
 
 # The cases of getMPSDataType.  All other types, and numbers outside the enum, reach its default: ET_CHECK_MSG(false).
-_CASES = {
-    "float16": Runtime.READS,
-    "float32": Runtime.READS,
-    "float64": Runtime.READS_AS_FLOAT32,
-    "int4": Runtime.READS,
-    "int8": Runtime.READS,
-    "int16": Runtime.READS,
-    "int32": Runtime.READS,
-    "int64": Runtime.READS,
-    "bool": Runtime.READS,
-}
+_READ = ("float16", "float32", "int4", "int8", "int16", "int32", "int64", "bool")
+_CASES = {**dict.fromkeys(_READ, Runtime.READS), "float64": Runtime.READS_AS_FLOAT32}
 
 MPS_TYPES = {
     dtype.mps: MpsType(dtype.mps, dtype.name, row, _CASES.get(dtype.name, Runtime.ABORTS))

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.et_files.constants import Constants, Fault, fits, join
+from stream_pack.et_files.constants import Constants, Fault, find_faults, fits, join
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
@@ -87,9 +87,10 @@ def constants_inside(
     invalid: Mapping[int, str] | None = None,
     notes: Mapping[int, Mapping[str, str]] | None = None,
 ) -> Constants:
-    """The constants that are inside the payload's region; each other one is a fault, appended to ``faults``.
+    """The constants that are inside the payload's region, the invalid ones marked.
 
-    ``offsets`` count from the region's first byte.
+    What is wrong with them, and each that is outside, is appended to ``faults``.  ``offsets`` count from the region's
+    first byte.
     """
     room = np.uint64(payload.region_nbytes)
     inside = fits(offsets, nbytes, room)
@@ -99,7 +100,7 @@ def constants_inside(
             "bytes of constants"
         )
         faults.append(payload_fault(payload, "range", text, (names[row],)))
-    return Constants(
+    constants = Constants(
         names=names if inside.all() else [names[row] for row in np.flatnonzero(inside).tolist()],
         dtypes=dtypes[inside],
         dims=dims.take(inside),
@@ -108,6 +109,7 @@ def constants_inside(
         invalid=kept_rows(invalid or {}, inside),
         notes=kept_rows(notes or {}, inside),
     )
+    return find_faults(constants, faults, origin=payload.file_offset)
 
 
 def kept_rows(by_row: Mapping[int, _T], kept: NDArray[np.bool_]) -> dict[int, _T]:

@@ -183,22 +183,12 @@ def _delegates(plans: Tables) -> list[Delegate]:
     backends = _identifiers(delegates)
     held = _present(delegates, 1)
     processed = delegates.tables(1, held)
-    places = zip(
-        held.tolist(),
-        processed.scalars(0, _I1).tolist(),
-        processed.scalars(1, _U4).tolist(),
-        strict=True,
-    )
+    in_segment = processed.scalars(0, _I1) == _SEGMENT
+    indices = processed.scalars(1, _U4).tolist()
     firsts = np.searchsorted(rows, rows)  # the first of the same method: rows ascend
     return [
-        Delegate(
-            method=methods[int(rows[row])],
-            number=row - int(firsts[row]),
-            backend=backends[row],
-            in_segment=location == _SEGMENT,
-            index=index,
-        )
-        for row, location, index in places
+        Delegate(methods[int(rows[row])], row - int(firsts[row]), backends[row], inside, index)
+        for row, inside, index in zip(held.tolist(), in_segment.tolist(), indices, strict=True)
     ]
 
 

@@ -45,16 +45,11 @@ def read_payload(
     region, region_nbytes = header.region_file_offset, header.region_nbytes
     graph_end = _graph_end(header, room)
     end = max(region + region_nbytes, graph_end)
-    payload = Payload(
-        kind.name,
-        file_offset,
-        end if nbytes is None else nbytes,
-        file_offset + region,
-        region_nbytes,
-        NOTHING,
-    )
+    length = end if nbytes is None else nbytes
+    begin = file_offset + region
+    payload = Payload(kind.name, file_offset, length, begin, region_nbytes, NOTHING)
     head = file.read(file_offset, max(region, graph_end))
-    file.keep(file_offset + region, file_offset + region + region_nbytes)
+    file.keep(begin, begin + region_nbytes)
     if packs and (Locator.stands_before(head[:region]) or _ends_with_footer(file, payload)):
         return replace(payload, kind="pack")
     flatbuffer = head[header.graph_file_offset : graph_end]

@@ -70,9 +70,8 @@ class Survey:
     @property
     def fatal_fault(self) -> Fault | None:
         """The first fault that makes all of the constants unusable."""
-        return next(
-            (fault for fault in self.faults if fault.fatal and fault.part != "constant"), None
-        )
+        fatal = (fault for fault in self.faults if fault.fatal and fault.part != "constant")
+        return next(fatal, None)
 
 
 def survey_payload(file: ReadFile) -> Survey:
@@ -118,6 +117,8 @@ def survey_program(file: ReadFile) -> Survey:
     own = find_faults(own, faults, origin=0)
     named = find_faults(_described(named, keyed), faults, origin=0)
     faults += [fault for payload in payloads for fault in payload.faults]
+    tensors = program.tensors
+    elsewhere = {tensors.names[row] or "" for row in np.flatnonzero(tensors.external).tolist()}
     short = header.program_nbytes is None
     begins, lengths = segments
     return Survey(
@@ -136,15 +137,9 @@ def survey_program(file: ReadFile) -> Survey:
             Span("program", 0, program_nbytes),
             *_unused_segments(program, segments),
         ),
-        external=len((keyed.keys() - set(named.names)) | _external_names(program)),
+        external=len((keyed.keys() - set(named.names)) | elsewhere),
         file_end=max([program_nbytes, *(begins + lengths).tolist()]),
     )
-
-
-def _external_names(program: Program) -> set[str]:
-    """The keys of tensors whose data is in another file."""
-    tensors = program.tensors
-    return {tensors.names[row] or "" for row in np.flatnonzero(tensors.external).tolist()}
 
 
 def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
@@ -256,14 +251,13 @@ def _named_data(program: Program, segments: Segments, faults: list[Fault]) -> Co
 def _described(named: Constants, keyed: dict[str, Keyed]) -> Constants:
     """Named data with the dtypes and shapes that payloads give them."""
     known = [keyed.get(name) for name in named.names]
-    whole = [(int(nbytes),) for nbytes in named.nbytes.tolist()]
+    whole = [(nbytes,) for nbytes in named.nbytes.tolist()]
     shapes = [what.shape if what else shape for what, shape in zip(known, whole)]
+    dims = np.array([dim for shape in shapes for dim in shape], np.int64)
     return replace(
         named,
         dtypes=np.array([what.dtype if what else BYTES for what in known], np.int16),
-        dims=Ragged.of(
-            np.array([dim for shape in shapes for dim in shape], np.int64), list(map(len, shapes))
-        ),
+        dims=Ragged.of(dims, list(map(len, shapes))),
         notes={row: what.notes for row, what in enumerate(known) if what and what.notes},
     )
 

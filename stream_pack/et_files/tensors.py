@@ -44,10 +44,8 @@ def program_constants(program: Program, segments: Segments, faults: list[Fault])
 
     What is out of range is appended to ``faults``.
     """
-    parts: list[Constants] = []
-    for slots in _slots(program, segments, faults):
-        parts += _described(program, slots, faults)
-    return join(parts)
+    slots = _slots(program, segments, faults)
+    return join([part for place in slots for part in _described(program, place, faults)])
 
 
 def _slots(program: Program, segments: Segments, faults: list[Fault]) -> Iterator[_Slots]:
@@ -64,11 +62,7 @@ def _slots(program: Program, segments: Segments, faults: list[Fault]) -> Iterato
 
 
 def _in_segment(
-    prefix: str,
-    tensors: NDArray[np.bool_],
-    found: Offsets,
-    segments: Segments,
-    faults: list[Fault],
+    prefix: str, tensors: NDArray[np.bool_], found: Offsets, segments: Segments, faults: list[Fault]
 ) -> _Slots:
     begins, lengths = segments
     if found.segment >= len(begins):
@@ -95,19 +89,16 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
     numbers = tensors.buffers[rows].astype(np.int64)
     missing = numbers >= len(slots.room)
     for number in np.unique(numbers[missing]).tolist():
-        text = (
-            f"a tensor has the data {slots.prefix}{number}, and there is data for {len(slots.room)}"
-        )
-        faults.append(Fault("range", text, 0, 0, (f"{slots.prefix}{number}",), fatal=True))
+        name = f"{slots.prefix}{number}"
+        text = f"a tensor has the data {name}, and there is data for {len(slots.room)}"
+        faults.append(Fault("range", text, 0, 0, (name,), fatal=True))
     numbers, firsts = np.unique(numbers[~missing], return_index=True)
     rows = rows[~missing][firsts]
     layouts = row_major(tensors.sizes.take(rows), tensors.dim_orders.take(rows))
     room = slots.room[numbers]
+    places = zip(rows.tolist(), numbers.tolist())
     described = Constants(
-        names=[
-            tensors.names[row] or f"{slots.prefix}{number}"
-            for row, number in zip(rows.tolist(), numbers.tolist())
-        ],
+        names=[tensors.names[row] or f"{slots.prefix}{number}" for row, number in places],
         dtypes=lookup(tensors.scalar_types[rows], BY_SCALAR_TYPE),
         dims=layouts.dims,
         file_offsets=slots.file_offsets[numbers],
