@@ -1,9 +1,9 @@
 """The command line: ``stream-pack``, or ``python -m stream_pack``.
 
-``convert`` (with ``list_keys``), ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its
-call of the library, what it prints.  ``arguments`` has what they share, ``terminal`` the standard streams, ``progress``
-the progress bar, ``exits`` the exit codes.  :func:`main` turns arguments into an exit code; NumPy is not imported
-before a command needs it.
+``convert``, ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its call of the library,
+what it prints.  ``arguments`` has what they share, ``terminal`` the standard streams, ``progress`` the progress bar,
+``exits`` the exit codes.  :func:`main` turns arguments into an exit code; NumPy is not imported before a command needs
+it.
 """
 
 from __future__ import annotations
@@ -139,10 +139,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     parsers = {}
     for name, command in COMMANDS.items():
-        parsers[name] = subparsers.add_parser(
-            name, help=command.summary, description=command.description
-        )
-        command.add_arguments(parsers[name], argv)
+        added = subparsers.add_parser(name, help=command.summary, description=command.description)
+        command.add_arguments(added, argv)
+        parsers[name] = added
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:  # the command's parser shows the usage of the command
         parsers[arguments.command].error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -150,11 +149,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def _exit_of(error: StreamPackError, command: Command) -> int:
-    if command.reads == "checkpoint" or isinstance(
-        error, NotAPackError | RawPayloadError | NewerVersionError
-    ):
-        return INPUT
-    return DAMAGE if isinstance(error, FormatError | ChecksumError) else INPUT
+    unusable = isinstance(error, NotAPackError | RawPayloadError | NewerVersionError)
+    damaged = isinstance(error, FormatError | ChecksumError) and not unusable
+    return DAMAGE if command.reads == "pack" and damaged else INPUT
 
 
 def _text_of(error: OSError, arguments: argparse.Namespace) -> str:
@@ -169,11 +166,10 @@ def _text_of(error: OSError, arguments: argparse.Namespace) -> str:
             if path in (os.path.abspath(name), os.path.realpath(name))
         )
         return f"{reason}: {printable(next(given, path))}"
+    shown = shown_path(source, "stdin")
     if target:
-        return (
-            f"{reason}, converting {shown_path(source, 'stdin')} to {shown_path(target, 'stdout')}"
-        )
-    return f"{reason}: {shown_path(source, 'stdin')}"
+        return f"{reason}, converting {shown} to {shown_path(target, 'stdout')}"
+    return f"{reason}: {shown}"
 
 
 @contextmanager
@@ -182,10 +178,8 @@ def _stopping_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python handles signals in the main thread only
         return
-    before = {
-        signum: signal.getsignal(signum)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {signum: signal.getsignal(signum) for signum in signals}
 
     def stop(signum: int, frame: FrameType | None) -> None:
         # A second signal must not interrupt the cleanup (SIGQUIT, Ctrl-\, still can).

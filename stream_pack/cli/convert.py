@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from stream_pack.cli.arguments import (
@@ -20,14 +20,15 @@ from stream_pack.cli.arguments import (
     shown_path,
 )
 from stream_pack.cli.exits import DONE, UsageError
-from stream_pack.cli.list_keys import list_keys
 from stream_pack.cli.progress import Progress, progress_bar
 from stream_pack.cli.terminal import Standard, note, say
 from stream_pack.errors import LimitError
+from stream_pack.text import human_nbytes, printable
 
 if TYPE_CHECKING:
     from stream_pack.pipeline.source import Source
     from stream_pack.report import Report
+    from stream_pack.sources.torch_save.outline import KeySummary
     from stream_pack.writer.options import ConvertOptions
 
 __all__ = ["CONVERT"]
@@ -115,7 +116,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     source = _source(arguments, standard)
     if arguments.list_keys:
-        return list_keys(source, arguments, standard)
+        return _list_keys(source, arguments, standard)
     to_stdout = arguments.target == STANDARD
     if arguments.json and not to_stdout:
         standard.require_stdout()
@@ -148,9 +149,8 @@ def _options(arguments: argparse.Namespace, progress: Progress | None = None) ->
     from stream_pack.writer.options import ConvertOptions
 
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    options = {
-        field.name: given[field.name] for field in fields(ConvertOptions) if field.name in given
-    }
+    names = [field.name for field in fields(ConvertOptions)]
+    options = {name: given[name] for name in names if name in given}
     if len(given.get("key", ())) == 1:  # a dotted path; several are the steps of one
         (options["key"],) = given["key"]
     options["metadata"] = dict(given.get("metadata", ()))
@@ -162,6 +162,28 @@ def _options(arguments: argparse.Namespace, progress: Progress | None = None) ->
         return ConvertOptions(**options, progress=progress, announce=announce)
     except LimitError as error:
         raise UsageError(str(error)) from None
+
+
+def _list_keys(
+    source: str | int | Source, arguments: argparse.Namespace, standard: Standard
+) -> int:
+    from stream_pack.sources.open import list_keys
+
+    rows = list_keys(source, spool_dir=arguments.spool_dir)
+    standard.write(json.dumps([asdict(row) for row in rows]) if arguments.json else _table(rows))
+    return DONE
+
+
+def _table(rows: Sequence[KeySummary]) -> str:
+    keys = [printable(".".join(row.path) or ".") for row in rows]
+    width = max(len(key) for key in ("key", *keys))
+    lines = [f"{'key':<{width}}  {'tensors':>9}  {'storages':>10}  kind"]
+    for key, row in zip(keys, rows):
+        default = "  <- taken by default" if row.chosen else ""
+        lines.append(
+            f"{key:<{width}}  {row.tensors:>9}  {human_nbytes(row.nbytes):>10}  {printable(row.kind)}{default}"
+        )
+    return "\n".join(lines)
 
 
 def _dry_run(source: str | int | Source, arguments: argparse.Namespace, standard: Standard) -> int:
@@ -178,11 +200,8 @@ def _print_report(report: Report, arguments: argparse.Namespace, standard: Stand
     for warning in report.warnings:
         note(f"warning: {warning}")
     if arguments.json:
-        text = json.dumps(report.to_json())
-        if arguments.target == STANDARD:
-            say(text)
-        else:
-            standard.write(text)
+        show = say if arguments.target == STANDARD else standard.write
+        show(json.dumps(report.to_json()))
     elif not arguments.quiet:
         note(f"{shown_path(arguments.target, 'stdout')}: {report.summary()}")
 

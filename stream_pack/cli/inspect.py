@@ -21,9 +21,8 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.inspection.inspect import inspect
 
     found = inspect(arguments.source, offset=arguments.offset)
-    standard.write(
-        json.dumps(found.to_json()) if arguments.json else found.to_text(standard.width())
-    )
+    text = json.dumps(found.to_json()) if arguments.json else found.to_text(standard.width())
+    standard.write(text)
     return DONE
 
 

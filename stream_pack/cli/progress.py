@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TextIO, TypeAlias
 
+from stream_pack.text import human_nbytes
+
 __all__ = ["Progress", "progress_bar"]
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -75,8 +77,6 @@ class PlainBar:
 
 def progress_line(done: int, total: int, *, seconds: float) -> str:
     """``"45 %  1.20 GiB of 2.67 GiB  812 MiB/s  0:01 left"``"""
-    from stream_pack.text import human_nbytes
-
     percent = 100 * done // total if total else 100
     line = f"{percent} %  {human_nbytes(done)} of {human_nbytes(total)}"
     if done and seconds > 0:

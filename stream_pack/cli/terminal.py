@@ -38,10 +38,9 @@ class Standard:
 
     def source(self) -> int:
         """The descriptor to read a checkpoint from.  Raises: UsageError."""
-        if _STDIN in self.closed:
-            raise UsageError("stdin is closed: pipe a checkpoint in, or name a file")
-        if os.isatty(_STDIN):
-            raise UsageError("stdin is a terminal: pipe a checkpoint in, or name a file")
+        if _STDIN in self.closed or os.isatty(_STDIN):
+            what = "closed" if _STDIN in self.closed else "a terminal"
+            raise UsageError(f"stdin is {what}: pipe a checkpoint in, or name a file")
         return _STDIN
 
     def target(self) -> int:
@@ -101,12 +100,9 @@ def say(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        sys.stderr.write(_encodable(printable(text), sys.stderr.encoding) + "\n")
+        encoding = sys.stderr.encoding or "utf-8"
+        encodable = printable(text).encode(encoding, "backslashreplace").decode(encoding)
+        sys.stderr.write(f"{encodable}\n")
         sys.stderr.flush()
     except OSError:
         pass
-
-
-def _encodable(text: str, encoding: str | None) -> str:
-    encoding = encoding or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -25,9 +25,8 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.reader.verify import verify
 
     with progress_bar(wanted=not arguments.quiet) as progress:
-        report = verify(
-            arguments.source, offset=arguments.offset, jobs=arguments.jobs, progress=progress
-        )
+        source, offset = arguments.source, arguments.offset
+        report = verify(source, offset=offset, jobs=arguments.jobs, progress=progress)
     if arguments.json:
         standard.write(json.dumps(report.to_json()))
     elif report.damages:
