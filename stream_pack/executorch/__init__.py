@@ -19,12 +19,7 @@ if TYPE_CHECKING:
     from stream_pack.executorch.payloads.mps import build_mps_payload
     from stream_pack.executorch.payloads.xnnpack import build_xnnpack_payload
 
-__all__ = [
-    "build_mps_payload",
-    "build_xnnpack_payload",
-    "streaming_constants",
-    "write_program",
-]
+__all__ = ["build_mps_payload", "build_xnnpack_payload", "streaming_constants", "write_program"]
 
 _MODULES = {
     "build_mps_payload": "stream_pack.executorch.payloads.mps",

@@ -5,9 +5,8 @@
 - ``session``: the export of the current thread or task.  ``patching``: replaces functions of ExecuTorch, torch and
   ``copy`` during a block.
 - ``hooks``: all that are replaced, from the modules ``hooks_*``: one for each kind of copy.
-- ``held``: bytes on disk.  ``tensors``: from a tensor to bytes on disk.  ``placeholder``, ``held_file``: stand-ins for
-  such bytes.
+- ``held``: bytes on disk.  ``tensors``: from a tensor to bytes on disk.  ``placeholder``: stands in for such bytes.
 - ``mps_pack``: an MPS payload assembled from bytes on disk.
 
-``held_file``, ``tensors`` and the hooks import torch or ExecuTorch: only a block imports them.
+``tensors`` and the hooks import torch or ExecuTorch: only a block imports them.
 """

@@ -28,7 +28,6 @@ CHUNK_NBYTES = 1 << 20
 SMALL_NBYTES = 4096
 """A page; what is smaller costs less as Python bytes than the calls that would avoid them."""
 
-_H = TypeVar("_H", bound="Held")
 _T = TypeVar("_T")
 
 
@@ -86,7 +85,7 @@ class Held(OnDisk):
         return self.nbytes
 
     @classmethod
-    def compose(cls: type[_H], members: Sequence[Held | bytes | Zeros]) -> _H:
+    def compose(cls, members: Sequence[Held | bytes | Zeros]) -> Held:
         """The members one after the other.  Copies: none."""
         fragments: list[Fragment] = []
         digest = xxhash.xxh3_128()

@@ -10,14 +10,14 @@ Imports torch: only a block of ``streaming_constants`` imports this.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from stream_pack.executorch.export.held import SMALL_NBYTES
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.session import Export
 
 __all__ = ["HOOKS"]
@@ -33,11 +33,7 @@ module makes is a real one."""
 
 
 def _deepcopy(
-    export: Export,
-    stock: Callable[..., Any],
-    x: Any,
-    memo: dict[int, Any] | None = None,
-    *rest: Any,
+    export: Export, stock: Stock, x: Any, memo: dict[int, Any] | None = None, *rest: Any
 ) -> Any:
     if _caller() in LOWERING:
         memo = {} if memo is None else memo
@@ -65,7 +61,7 @@ def _weights(x: Any) -> Iterator[torch.Tensor]:
             yield from _weights(program)
 
 
-def _clone_input(export: Export, stock: Callable[..., Any], value: Any, fake_mode: Any) -> Any:
+def _clone_input(export: Export, stock: Stock, value: Any, fake_mode: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.is_nested or torch._is_functional_tensor(value):
         return stock(value, fake_mode)
     if type(value) in (torch.Tensor, torch.nn.Parameter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from stream_pack.executorch.export.held import SMALL_NBYTES, Holder
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
 
@@ -78,7 +78,7 @@ class _Pointer:
         return self.placeholder
 
 
-def _cast(export: Export, stock: Callable[..., Any], obj: Any, typ: Any) -> Any:
+def _cast(export: Export, stock: Stock, obj: Any, typ: Any) -> Any:
     this, nbytes = _READING.get(), _chars(typ)
     if this is None or nbytes < SMALL_NBYTES or not isinstance(obj, int):
         return stock(obj, typ)
@@ -94,7 +94,7 @@ def _chars(pointer: Any) -> int:
 
 
 def _emit_tensor(
-    export: Export, stock: Callable[..., Any], self: Any, spec: Any, constant_tag: str | None = None
+    export: Export, stock: Stock, self: Any, spec: Any, constant_tag: str | None = None
 ) -> Any:
     """A constant that no delegate takes, such as an embedding in an XNNPACK export."""
     name = getattr(spec.extra_tensor_info, "fully_qualified_name", None)

@@ -11,7 +11,6 @@ configures logging.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.export.held import Held
 from stream_pack.executorch.export.hooks_program import StreamedCord
 from stream_pack.executorch.export.mps_pack import HeldConstant, Region, assemble, plan_region
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import digest_of, hold_tensor
@@ -49,7 +48,7 @@ class _Program:
 
 def _serialized_buffer(
     export: Export,
-    stock: Callable[..., Any],
+    stock: Stock,
     self: Any,
     node: torch.fx.Node,
     mps_graph: Any,
@@ -71,7 +70,7 @@ def _serialized_buffer(
 
 def _serialized_data(
     export: Export,
-    stock: Callable[..., Any],
+    stock: Stock,
     self: Any,
     tensor: torch.Tensor,
     mps_graph: Any,
@@ -106,12 +105,7 @@ def _serialized_data(
 
 
 def _define_scalar(
-    export: Export,
-    stock: Callable[..., Any],
-    self: Any,
-    val: float | int,
-    mps_data_type: Any,
-    mps_graph: Any,
+    export: Export, stock: Stock, self: Any, val: float | int, mps_data_type: Any, mps_graph: Any
 ) -> int:
     """Like ExecuTorch's, except that 1, 1.0 and True are different constants, and so are those of different types."""
     key = (type(val), repr(val), int(mps_data_type))
@@ -132,15 +126,13 @@ def _define_scalar(
     return number
 
 
-def _hash_tensor(
-    export: Export, stock: Callable[..., Any], self: Any, tensor: torch.Tensor
-) -> object:
+def _hash_tensor(export: Export, stock: Stock, self: Any, tensor: torch.Tensor) -> object:
     """A key that is equal for equal constants only: ExecuTorch's, Python's hash of the numbers, is the same for -1 and
     -2, and for any type and shape."""
     return str(tensor.dtype), tuple(tensor.shape), digest_of(tensor)
 
 
-def _node_visitors(export: Export, stock: Callable[..., Any], *args: Any) -> dict[str, Any]:
+def _node_visitors(export: Export, stock: Stock, *args: Any) -> dict[str, Any]:
     """Visitors whose numbers of tensors are those of one program, not of all that the process has exported."""
     visitors: dict[str, Any] = stock(*args)
     numbers: dict[Any, Any] = {}
@@ -154,7 +146,7 @@ def _node_visitors(export: Export, stock: Callable[..., Any], *args: Any) -> dic
 
 
 def _constant_segment(
-    export: Export, stock: Callable[..., Any], mps_graph: Any
+    export: Export, stock: Stock, mps_graph: Any
 ) -> tuple[StreamedCord | Region, Any]:
     """Give each constant its offset; returns what the region consists of."""
     if export.alignment == "stock":
@@ -201,7 +193,7 @@ class _Payload(StreamedCord):
         return placeholder if caller in _LOWERING else bytes(placeholder)
 
 
-def _payload(export: Export, stock: Callable[..., Any], data: Any = None) -> _Payload:
+def _payload(export: Export, stock: Stock, data: Any = None) -> _Payload:
     return _Payload(data)
 
 

@@ -10,41 +10,57 @@ Imports ExecuTorch and torch: only a block of ``streaming_constants`` imports th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from stream_pack.executorch.export import hooks_memory
-from stream_pack.executorch.export.held import SMALL_NBYTES, Held
-from stream_pack.executorch.export.hooks_program import cord
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.held import SMALL_NBYTES, Held, OnDisk
+from stream_pack.executorch.export.hooks_program import StreamedCord, cord
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import hold_tensor
 
-_stand_in: Callable[[Held, str], Any]
 try:
-    from stream_pack.executorch.export.held_file import HeldFile
+    from executorch.exir._serialize._cord import FileBackedData
 except ImportError:  # before 1.5
-    _stand_in = HeldBytes
-else:
-
-    def _stand_in(held: Held, label: str) -> HeldFile:
-        return HeldFile(held)
-
+    FileBackedData = None
 
 __all__ = ["HOOKS"]
 
 
+class HeldFile(OnDisk, FileBackedData or object):  # type: ignore[misc]
+    """``held``, for code that takes file-backed data: in a block and after it, nothing has to be replaced."""
+
+    def __init__(self, held: Held) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return self.held.nbytes
+
+    def prefix(self, size: int) -> bytes:
+        return self.held.read(0, min(size, self.held.nbytes))
+
+    def sha256(self) -> bytes:
+        return self.held.sha256_digest()
+
+    def to_bytes(self) -> bytes:
+        return self.held.read(0, self.held.nbytes)
+
+    def write_to_file(self, outfile: BinaryIO) -> None:
+        StreamedCord(self).write_to_file(outfile)
+
+    def close(self) -> None:
+        """Nothing: the bytes stay on disk while anything refers to them."""
+
+
+def _stand_in(held: Held, label: str) -> HeldBytes | HeldFile:
+    return HeldBytes(held, label) if FileBackedData is None else HeldFile(held)
+
+
 def _add(
-    export: Export,
-    stock: Callable[..., Any],
-    self: Any,
-    key: str,
-    data: Any,
-    *args: Any,
-    **kwargs: Any,
+    export: Export, stock: Stock, self: Any, key: str, data: Any, *args: Any, **kwargs: Any
 ) -> None:
     label = f"the data {key!r}"
     if isinstance(data, HeldBytes):
@@ -66,7 +82,7 @@ def _true_key(key: str, data: HeldBytes) -> str:
     return true
 
 
-def _tensor_bytes(export: Export, stock: Callable[..., Any], tensor: torch.Tensor) -> Any:
+def _tensor_bytes(export: Export, stock: Stock, tensor: torch.Tensor) -> Any:
     """The tensor's elements in the order of its dims in memory, which the store keeps as its layout.
 
     Like ExecuTorch's, except for a view, of which ExecuTorch would take the whole storage.

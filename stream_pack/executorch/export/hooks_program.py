@@ -10,14 +10,13 @@ import errno
 import io
 import math
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from executorch.exir._serialize._cord import Cord
 from executorch.exir.lowered_backend_module import LoweredBackendModule as StockModule
 
 from stream_pack.executorch.export.held import Held
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export, active
 from stream_pack.format.align import PAGE_NBYTES
@@ -103,14 +102,12 @@ class LoweredBackendModule(StockModule):  # type: ignore[misc]
         return copied  # type: ignore[no-any-return]
 
 
-def cord(export: Export, stock: Callable[..., Any], data: Any = None) -> StreamedCord:
+def cord(export: Export, stock: Stock, data: Any = None) -> StreamedCord:
     """Replaces ``Cord(data)``."""
     return StreamedCord(data)
 
 
-def _init_module(
-    export: Export, stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> None:
+def _init_module(export: Export, stock: Stock, self: Any, *args: Any, **kwargs: Any) -> None:
     stock(self, *args, **kwargs)
     named = self._named_data_store_output
     held = [self._processed_bytes, *(() if named is None else named.buffers)]
@@ -124,24 +121,15 @@ def _real(data: Any) -> Any:
 
 
 def _serialize_program(
-    export: Export,
-    stock: Callable[..., Any],
-    pte_file: Any,
-    *,
-    segment_alignment: int = 128,
-    **kwargs: Any,
+    export: Export, stock: Stock, pte_file: Any, *, segment_alignment: int = 128, **kwargs: Any
 ) -> Any:
     """Like ExecuTorch's; with alignment ``"page"``, segments (payloads and shared data) begin on pages."""
     if export.alignment == "page":
         segment_alignment = math.lcm(segment_alignment, PAGE_NBYTES)
-    return stock(
-        pte_file,
-        segment_alignment=segment_alignment,
-        **kwargs,
-    )
+    return stock(pte_file, segment_alignment=segment_alignment, **kwargs)
 
 
-def _coerce_bytes(export: Export, stock: Callable[..., Any], data: Any) -> bytes:
+def _coerce_bytes(export: Export, stock: Stock, data: Any) -> bytes:
     """Real bytes for what is copied into a flatbuffer, in C."""
     return bytes(data) if isinstance(data, HeldBytes) else stock(data)
 

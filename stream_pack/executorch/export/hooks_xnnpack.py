@@ -8,13 +8,12 @@ Imports torch: only a block of ``streaming_constants`` imports this.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stream_pack.executorch.export.hooks_memory import reading
-from stream_pack.executorch.export.patching import Hook
+from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import SERIAL_ELEMENTS
 from stream_pack.pipeline.memory import trim_heap
@@ -23,13 +22,7 @@ __all__ = ["HOOKS"]
 
 
 def _serialize_constant(
-    export: Export,
-    stock: Callable[..., Any],
-    self: Any,
-    what: Any,
-    xnn_graph: Any,
-    *args: Any,
-    **kwargs: Any,
+    export: Export, stock: Stock, self: Any, what: Any, xnn_graph: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """A weight, or the scales of one: both are named after their SHA-256 and listed in ``constant_data``."""
     begin = len(xnn_graph.constant_data)
@@ -43,9 +36,7 @@ def _serialize_constant(
     return result
 
 
-def _param_tensor(
-    export: Export, stock: Callable[..., Any], exp_prog: Any, node: Any
-) -> torch.Tensor | None:
+def _param_tensor(export: Export, stock: Stock, exp_prog: Any, node: Any) -> torch.Tensor | None:
     """ExecuTorch goes on to read the whole storage, so a view gets a storage of its own."""
     tensor = stock(exp_prog, node)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
@@ -61,7 +52,7 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(memory).view(view.dtype).reshape(view.shape)
 
 
-def _pack_nibbles(export: Export, stock: Callable[..., Any], inp: torch.Tensor) -> torch.Tensor:
+def _pack_nibbles(export: Export, stock: Stock, inp: torch.Tensor) -> torch.Tensor:
     """ExecuTorch's, some rows at a time, because it makes four copies of its argument."""
     if inp.ndim != 2 or not inp.numel():
         return stock(inp)  # type: ignore[no-any-return]

@@ -59,9 +59,8 @@ def plan_region(constants: Sequence[HeldConstant]) -> Region:
         storage = storages.setdefault((held.digest, held.nbytes), len(storages))
         name = constant.name if constant.name not in names else f"{constant.name} ({constant.id})"
         names.add(name)
-        nbytes = builder.add(
-            name, DTYPE_OF[constant.datatype], constant.shape, storage=storage, start=0
-        )
+        dtype = DTYPE_OF[constant.datatype]
+        nbytes = builder.add(name, dtype, constant.shape, storage=storage, start=0)
         if nbytes != held.nbytes:
             raise UnsupportedTensorError(
                 f"constant {quoted(name)} has {held.nbytes} bytes, but shape {list(constant.shape)} of MPSDataType "
@@ -81,18 +80,13 @@ def plan_region(constants: Sequence[HeldConstant]) -> Region:
 def assemble(region: Region, graph: bytes) -> Held:
     """The pack that begins with ``graph``, the flatbuffer that describes ``region``.  Copies: none of the constants."""
     encoded = encode_head(region.layout, Front(KINDS["mps"], lambda index: graph))
-    checksums = np.array(
-        [checksum for held in region.buffers for checksum in held.block_checksums], "<u8"
-    ).tobytes()
-    members: list[Held | bytes | Zeros] = [
-        encoded.front,
-        Zeros(encoded.padding_nbytes),
-        encoded.locator,
-    ]
+    blocks = [checksum for held in region.buffers for checksum in held.block_checksums]
+    checksums = np.array(blocks, "<u8").tobytes()
+    padding = Zeros(encoded.padding_nbytes)
+    members: list[Held | bytes | Zeros] = [encoded.front, padding, encoded.locator]
     end = 0
-    for offset, held in zip(
-        region.layout.index.buffer_offsets.tolist(), region.buffers, strict=True
-    ):
+    offsets = region.layout.index.buffer_offsets.tolist()
+    for offset, held in zip(offsets, region.buffers, strict=True):
         members += [Zeros(offset - end), held]
         end = offset + held.nbytes
     footer = encode_footer(encoded.head, checksums)

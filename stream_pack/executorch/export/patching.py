@@ -14,14 +14,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from stream_pack.errors import UntestedVersionError
 from stream_pack.executorch.export.session import active
 
-__all__ = ["TESTED_VERSIONS", "Hook", "Patches"]
+__all__ = ["TESTED_VERSIONS", "Hook", "Patches", "Stock"]
 
 TESTED_VERSIONS = ("1.4.1", "1.5.1")
+
+Stock: TypeAlias = Callable[..., Any]
+"""What a hook replaces, as ExecuTorch has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +200,7 @@ def _replace(hook: Hook) -> _Replaced:
     return _Replaced(owner, attribute, original, stand_in)
 
 
-def _dispatcher(
-    original: Callable[..., Any], replacement: Callable[..., Any]
-) -> Callable[..., Any]:
+def _dispatcher(original: Stock, replacement: Callable[..., Any]) -> Stock:
     @functools.wraps(original, updated=())
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         export = active()
