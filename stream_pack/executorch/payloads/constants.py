@@ -167,20 +167,17 @@ def _fit(
         if BITS[target] != 4 or DTYPES[dtype].name not in ("uint8", "int8"):
             raise _unfit(constant, f"is {DTYPES[dtype].name}, the graph says {DTYPES[target].name}")
         dtype = target  # bytes, each of two packed elements
-    if constant.dims is None:
+    dims = constant.dims
+    if dims is None:
         return dtype, shape, cast
     elements = nbytes * 8 // BITS[dtype]
-    if elements != math.prod(constant.dims):
-        raise _unfit(
-            constant,
-            f"has shape {list(shape)}, {elements} elements; the graph says {list(constant.dims)}",
-        )
-    if len(constant.dims) > MAX_RANK:
-        raise _unfit(
-            constant, f"has {len(constant.dims)} dims in the graph: the limit is {MAX_RANK}"
-        )
-    tensor_nbytes(constant.name, dtype, constant.dims)  # proves each dim, of which two may be -1
-    return dtype, constant.dims, cast
+    if elements != math.prod(dims):
+        why = f"has shape {list(shape)}, {elements} elements; the graph says {list(dims)}"
+        raise _unfit(constant, why)
+    if len(dims) > MAX_RANK:
+        raise _unfit(constant, f"has {len(dims)} dims in the graph: the limit is {MAX_RANK}")
+    tensor_nbytes(constant.name, dtype, dims)  # proves each dim, of which two may be -1
+    return dtype, dims, cast
 
 
 def _rows(catalog: Catalog, wanted: Sequence[GraphConstant]) -> NDArray[np.intp]:
