@@ -15,12 +15,7 @@ import griffe
 from griffe2md import render_object_docs
 
 ROOT = Path(__file__).parent.parent
-MODULES = [
-    "stream_pack",
-    "stream_pack.metal",
-    "stream_pack.metal.interop",
-    "stream_pack.executorch",
-]
+MODULES = ["stream_pack", "stream_pack.metal", "stream_pack.metal.interop", "stream_pack.executorch"]
 OPTIONS = {
     "filters": ["!^_[^_]"],
     "heading_level": 3,
@@ -71,9 +66,7 @@ def reference() -> str:
         texts.append(f"## `{path}`\n\n{_plain(module.docstring.value)}\n")
         for title, group in groups.items():
             if group:
-                links = ", ".join(
-                    f"[{member.name}]({anchors.add(member.path)})" for member in group
-                )
+                links = ", ".join(f"[{member.name}]({anchors.add(member.path)})" for member in group)
                 index.append(f"- {title}: {links}")
             for member in group:
                 texts.append(_plain(render_object_docs(member, OPTIONS)))

@@ -85,22 +85,13 @@ def main() -> None:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our arguments, and those for ExecuTorch's script."""
     end = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the programs, and temporarily for constants")
     parser.add_argument("--params", default="toy", help="toy, 1b, or a params.json")
+    parser.add_argument("--checkpoint", type=Path, help="written by torch.save (default: random weights)")
+    parser.add_argument("--only", choices=("stock", "streamed"), nargs=1, help="run only this export")
     parser.add_argument(
-        "--checkpoint", type=Path, help="written by torch.save (default: random weights)"
-    )
-    parser.add_argument(
-        "--only", choices=("stock", "streamed"), nargs=1, help="run only this export"
-    )
-    parser.add_argument(
-        "--no-run",
-        dest="run",
-        action="store_false",
-        help="do not run a token (a program for MPS runs only on a Mac)",
+        "--no-run", dest="run", action="store_false", help="do not run a token (a program for MPS runs only on a Mac)"
     )
     return parser.parse_args(argv[:end]), argv[end + 1 :]
 
@@ -198,9 +189,7 @@ def run(program: str) -> dict[str, Any]:
     }
 
 
-STEPS: dict[str, Callable[..., dict[str, Any]]] = {
-    step.__name__: step for step in (make, stock, streamed, run)
-}
+STEPS: dict[str, Callable[..., dict[str, Any]]] = {step.__name__: step for step in (make, stock, streamed, run)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, nhead=8, dim_feedforward=4 * width)
-            for _ in range(layers)
+            nn.TransformerEncoderLayer(width, nhead=8, dim_feedforward=4 * width) for _ in range(layers)
         )
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight

@@ -18,12 +18,8 @@ from perf.workspace import Workspace
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="perf", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="64 MiB and 2 rounds: whether it runs, not how fast"
-    )
-    parser.add_argument(
-        "--only", metavar="NAME", action="append", choices=list(CONTESTS), help=", ".join(CONTESTS)
-    )
+    parser.add_argument("--quick", action="store_true", help="64 MiB and 2 rounds: whether it runs, not how fast")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=list(CONTESTS), help=", ".join(CONTESTS))
     arguments = parser.parse_args()
     quick = arguments.quick
     effort = Effort(rounds=2, many=5) if quick else Effort(rounds=5, many=50)

@@ -80,10 +80,7 @@ class Result:
                 "unit": contest.unit,
                 "rounds": contest.rounds,
                 "nbytes": contest.nbytes,
-                "medians": {
-                    name: round(statistics.median(figures), 6)
-                    for name, figures in self.figures.items()
-                },
+                "medians": {name: round(statistics.median(figures), 6) for name, figures in self.figures.items()},
                 "ratios": {
                     contender.name: [round(ratio, 4) for ratio in self.ratios(contender.name)]
                     for contender in contest.contenders[1:]
@@ -104,9 +101,7 @@ def hold(contest: Contest) -> Result:
     return Result(contest, figures)
 
 
-def timed(
-    job: Callable[[], object], *, before: Callable[[], object] | None = None
-) -> Callable[[], float]:
+def timed(job: Callable[[], object], *, before: Callable[[], object] | None = None) -> Callable[[], float]:
     """A measure: the seconds that ``job`` takes; ``before`` runs first and does not count.  What ``job`` returns
     is dropped after the clock has stopped."""
 

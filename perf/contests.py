@@ -55,10 +55,7 @@ def convert_file(work: Workspace, effort: Effort) -> Contest:
         "convert-file",
         f"convert a checkpoint of {work.nbytes >> 20} MiB from a file",
         (
-            Contender(
-                "stream_pack convert",
-                run('"$python" -m stream_pack convert --quiet "$source" "$target"'),
-            ),
+            Contender("stream_pack convert", run('"$python" -m stream_pack convert --quiet "$source" "$target"')),
             Contender("cp && sync", run('cp "$source" "$target" && sync "$target"')),
             Contender("cp", run('cp "$source" "$target"')),
         ),
@@ -82,12 +79,9 @@ def convert_pipe(work: Workspace, effort: Effort) -> Contest:
         f"convert a checkpoint of {work.nbytes >> 20} MiB from a pipe",
         (
             Contender(
-                "stream_pack convert -",
-                run('cat "$source" | "$python" -m stream_pack convert --quiet - "$target"'),
+                "stream_pack convert -", run('cat "$source" | "$python" -m stream_pack convert --quiet - "$target"')
             ),
-            Contender(
-                "cat | cat && sync", run('cat "$source" | cat > "$target" && sync "$target"')
-            ),
+            Contender("cat | cat && sync", run('cat "$source" | cat > "$target" && sync "$target"')),
             Contender("cat | cat", run('cat "$source" | cat > "$target"')),
         ),
         rounds=effort.rounds,
@@ -113,9 +107,7 @@ def save(work: Workspace, effort: Effort) -> Contest:
         (
             Contender("stream_pack.save_file", run(lambda: stream_pack.save_file(tensors, target))),
             Contender("safetensors save_file && fsync", run(theirs_synced)),
-            Contender(
-                "safetensors save_file", run(lambda: safetensors.torch.save_file(tensors, target))
-            ),
+            Contender("safetensors save_file", run(lambda: safetensors.torch.save_file(tensors, target))),
         ),
         rounds=effort.rounds,
         nbytes=work.nbytes,
@@ -149,10 +141,7 @@ def _open_one(work: Workspace, effort: Effort, count: int) -> Contest:
     return Contest(
         f"open-{count}",
         f"open a file of {count:,} tensors and take one",
-        (
-            Contender("stream_pack.open", timed(ours)),
-            Contender("safetensors.safe_open", timed(theirs)),
-        ),
+        (Contender("stream_pack.open", timed(ours)), Contender("safetensors.safe_open", timed(theirs))),
         rounds=effort.many,
     )
 
@@ -173,11 +162,7 @@ def load_and_read(work: Workspace, effort: Effort) -> Contest:
 
 
 def _load(
-    work: Workspace,
-    effort: Effort,
-    name: str,
-    title: str,
-    use: Callable[[dict[str, torch.Tensor]], None],
+    work: Workspace, effort: Effort, name: str, title: str, use: Callable[[dict[str, torch.Tensor]], None]
 ) -> Contest:
     pack, other, checkpoint = work.pack, work.safetensors, work.checkpoint
 
@@ -190,10 +175,7 @@ def _load(
         (
             Contender("stream_pack.load_file", run(lambda: stream_pack.load_file(pack))),
             Contender("safetensors load_file", run(lambda: safetensors.torch.load_file(other))),
-            Contender(
-                "torch.load(mmap=True)",
-                run(lambda: torch.load(checkpoint, mmap=True, weights_only=True)),
-            ),
+            Contender("torch.load(mmap=True)", run(lambda: torch.load(checkpoint, mmap=True, weights_only=True))),
         ),
         rounds=effort.many if name == "load" else effort.rounds,
         nbytes=0 if name == "load" else work.nbytes,
@@ -205,10 +187,7 @@ def verify(work: Workspace, effort: Effort) -> Contest:
     pack = work.pack
 
     def bare() -> None:
-        with (
-            pack.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping,
-        ):
+        with pack.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             xxhash.xxh3_64_intdigest(mapping)
 
     def ours(jobs: int | None) -> None:
@@ -259,10 +238,7 @@ def checksums(work: Workspace, effort: Effort) -> Contest:
     return Contest(
         "checksums",
         f"convert safetensors of {work.nbytes >> 20} MiB, page-cached, with and without block checksums",
-        (
-            Contender("with checksums", run(convert)),
-            Contender("without (not a pack that verifies)", run(convert_idly)),
-        ),
+        (Contender("with checksums", run(convert)), Contender("without (not a pack that verifies)", run(convert_idly))),
         rounds=effort.rounds,
         nbytes=work.nbytes,
     )
@@ -275,19 +251,14 @@ def startup(work: Workspace, effort: Effort) -> Contest:
 
     def run(*arguments: str | Path) -> Callable[[], float]:
         return timed(
-            lambda: subprocess.run(
-                [PYTHON, *arguments], stdout=subprocess.DEVNULL, env=environment(), check=True
-            )
+            lambda: subprocess.run([PYTHON, *arguments], stdout=subprocess.DEVNULL, env=environment(), check=True)
         )
 
     return Contest(
         "startup",
         "start-up",
         (
-            Contender(
-                "convert of a tiny checkpoint",
-                run("-m", "stream_pack", "convert", "--quiet", source, target),
-            ),
+            Contender("convert of a tiny checkpoint", run("-m", "stream_pack", "convert", "--quiet", source, target)),
             Contender("stream_pack --help", run("-m", "stream_pack", "--help")),
             Contender("python -c pass", run("-c", "pass")),
             Contender("python -c 'import numpy'", run("-c", "import numpy")),
@@ -348,8 +319,7 @@ def _plan(effort: Effort, count: int) -> Contest:
         f"plan, graph and index of {count:,} tensors",
         (
             Contender(
-                "plan and encode",
-                timed(lambda: encode_head(layout.plan(catalog, layout.Policy()), header_kinds.MPS)),
+                "plan and encode", timed(lambda: encode_head(layout.plan(catalog, layout.Policy()), header_kinds.MPS))
             ),
         ),
         rounds=min(effort.rounds, 3),

@@ -72,12 +72,8 @@ def export(work: Workspace, case: str, *, rounds: int) -> tuple[Result, Result]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(prog="perf.export", description=__doc__)
-    parser.add_argument(
-        "--quick", action="store_true", help="128 MiB and 1 round: whether it runs, not how fast"
-    )
-    parser.add_argument(
-        "--only", metavar="CASE", action="append", choices=list(CASES), help=", ".join(CASES)
-    )
+    parser.add_argument("--quick", action="store_true", help="128 MiB and 1 round: whether it runs, not how fast")
+    parser.add_argument("--only", metavar="CASE", action="append", choices=list(CASES), help=", ".join(CASES))
     arguments = parser.parse_args()
     quick = arguments.quick
     print(

@@ -37,9 +37,7 @@ class Llama(torch.nn.Module):
     The embedding is looked up with ``gather``, which neither MPS nor XNNPACK takes, so it stays outside of delegates.
     """
 
-    def __init__(
-        self, *, rows: int, width: int, layers: int, layer: Callable[[int], torch.nn.Module]
-    ) -> None:
+    def __init__(self, *, rows: int, width: int, layers: int, layer: Callable[[int], torch.nn.Module]) -> None:
         super().__init__()
         self.embedding = torch.nn.Parameter(torch.randn(rows, width), requires_grad=False)
         self.layers = torch.nn.ModuleList(layer(width) for _ in range(layers))

@@ -88,10 +88,7 @@ class Workspace:
         return self
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._folder.cleanup()
 
@@ -105,6 +102,4 @@ def environment(**variables: Path) -> dict[str, str]:
 
 def shell(script: str, **paths: Path) -> None:
     """Run a line of shell, whose variables are ``paths``."""
-    subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", script], env=environment(**paths), check=True
-    )
+    subprocess.run(["bash", "-e", "-o", "pipefail", "-c", script], env=environment(**paths), check=True)

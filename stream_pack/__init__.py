@@ -20,12 +20,7 @@ if TYPE_CHECKING:
     from stream_pack import executorch, metal
     from stream_pack.format.align import Alignment
     from stream_pack.inspection.inspect import inspect
-    from stream_pack.inspection.inspection import (
-        InspectedPart,
-        InspectedPayload,
-        InspectedTensor,
-        Inspection,
-    )
+    from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, InspectedTensor, Inspection
     from stream_pack.reader.damage import Damage, VerifyReport
     from stream_pack.reader.pack import Pack, open
     from stream_pack.reader.safe_open import SafeOpen, SafeSlice, load_file, safe_open
@@ -80,12 +75,7 @@ __all__.sort()
 _NAMES = {
     "stream_pack.format.align": ("Alignment",),
     "stream_pack.inspection.inspect": ("inspect",),
-    "stream_pack.inspection.inspection": (
-        "InspectedPart",
-        "InspectedPayload",
-        "InspectedTensor",
-        "Inspection",
-    ),
+    "stream_pack.inspection.inspection": ("InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"),
     "stream_pack.reader.damage": ("Damage", "VerifyReport"),
     "stream_pack.reader.pack": ("Pack", "open"),
     "stream_pack.reader.safe_open": ("SafeOpen", "SafeSlice", "load_file", "safe_open"),

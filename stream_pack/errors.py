@@ -67,9 +67,7 @@ class StreamPackError(Exception):
         return (_rebuild, (type(self), self.args[0], self._attributes))
 
 
-def _rebuild(
-    cls: type[StreamPackError], message: str, attributes: dict[str, object]
-) -> StreamPackError:
+def _rebuild(cls: type[StreamPackError], message: str, attributes: dict[str, object]) -> StreamPackError:
     return cls(message, **attributes)
 
 

@@ -16,9 +16,7 @@ def cores() -> int:
     return os.cpu_count() or 1  # macOS
 
 
-def check_number(
-    name: str, number: object, *, least: int | None = None, optional: bool = False
-) -> None:
+def check_number(name: str, number: object, *, least: int | None = None, optional: bool = False) -> None:
     """Raises: OptionError for an option that is not a whole number (or None, if ``optional``), LimitError if it is
     below ``least``."""
     if number is None and optional:

@@ -109,9 +109,7 @@ class Forecast(Sizes):
             ("peak memory, at most", self.peak_memory_nbytes),
         ]
         digits = max(len(str(nbytes)) for _, nbytes in rows)
-        lines = [
-            f"{counted(self.tensors, 'tensor')} ({self.tied} tied or views) in {counted(self.buffers, 'buffer')}"
-        ]
+        lines = [f"{counted(self.tensors, 'tensor')} ({self.tied} tied or views) in {counted(self.buffers, 'buffer')}"]
         lines += [f"cast {kind}: {counted(count, 'tensor')}" for kind, count in self.casts.items()]
         lines += [f"{what:<32}{nbytes:>{digits}}  {human_nbytes(nbytes)}" for what, nbytes in rows]
         return "\n".join(lines)

@@ -20,9 +20,7 @@ TOGETHER = (
 
 def group_of(nodeid: str) -> int:
     """The number of the test's group; the length of :data:`TOGETHER` for those that may run anywhere."""
-    return next(
-        (number for number, path in enumerate(TOGETHER) if nodeid.startswith(path)), len(TOGETHER)
-    )
+    return next((number for number, path in enumerate(TOGETHER) if nodeid.startswith(path)), len(TOGETHER))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

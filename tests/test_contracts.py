@@ -55,12 +55,8 @@ def test_torch_is_imported_only_by_the_modules_whose_job_it_is() -> None:
 
 def loaded_by(*statements: str) -> set[str]:
     """The top-level packages in sys.modules after the statements ran in a new interpreter."""
-    program = "\n".join(
-        [*statements, "import sys", "print(*sys.modules, sep='\\n', file=sys.stderr)"]
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    program = "\n".join([*statements, "import sys", "print(*sys.modules, sep='\\n', file=sys.stderr)"])
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in result.stderr.split()}
 
 
@@ -111,9 +107,7 @@ def test_converting_a_file_does_not_load_torch(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])
-def test_a_file_of_executorchs_is_read_without_executorch_and_torch(
-    command: str, tmp_path: Path
-) -> None:
+def test_a_file_of_executorchs_is_read_without_executorch_and_torch(command: str, tmp_path: Path) -> None:
     program = Path(__file__).parent / "vectors" / "executorch" / "mps" / "linear_fp16.pte"
     target = ("--quiet", str(tmp_path / "pack")) if command == "convert" else ()
     assert loaded_by(*run_module(command, str(program), *target)) & HEAVY == set()

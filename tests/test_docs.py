@@ -101,8 +101,7 @@ def test_the_reference_is_what_make_docs_makes_now() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["stream_pack", "stream_pack.metal", "stream_pack.metal.interop", "stream_pack.executorch"],
+    "module", ["stream_pack", "stream_pack.metal", "stream_pack.metal.interop", "stream_pack.executorch"]
 )
 def test_the_reference_has_every_public_name(module: str) -> None:
     text = (ROOT / "docs" / "python.md").read_text()
@@ -111,9 +110,7 @@ def test_the_reference_has_every_public_name(module: str) -> None:
     assert headings == names
 
 
-def test_troubleshooting_explains_every_error_class_and_every_exit_code(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_troubleshooting_explains_every_error_class_and_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     classes = set(errors.__all__) - {"SourceError", "FormatError", "MetalError", "ChecksumError"}
     explained = set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
@@ -273,8 +270,6 @@ def test_a_name_passes_through_the_modules_that_are_named_each_once(tmp_path: Pa
     with Followed(has_name) as followed:
         stream_pack.convert(tmp_path / "a.safetensors", tmp_path / "a.pack", jobs=1)
     # Two look at the bytes that the name is in, and not at the name.
-    takers = [
-        name for name in followed.takers if name not in ("format.file_kinds", "format.checksum")
-    ]
+    takers = [name for name in followed.takers if name not in ("format.file_kinds", "format.checksum")]
     named = modules_of("The way of one name")
     assert [name for name in named if name != "pipeline.adapt.select"] == takers

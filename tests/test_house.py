@@ -40,11 +40,7 @@ def test_the_installed_metadata_carries_the_version_that_the_code_says() -> None
 
 
 def test_every_requirement_is_pinned_for_ci() -> None:
-    pins = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
-    ]
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+( ; .+)?", pin) for pin in pins)
     wanted = config()["options"]["install_requires"].split("\n")
     for extra in config()["options.extras_require"].values():

@@ -9,18 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
 PACKAGES = ("sources", "pipeline", "et_files", "reader")
 
-SHOWN = {
-    "quoted",
-    "listed",
-    "shown",
-    "shown_pickled",
-    "counted",
-    "human_nbytes",
-    "printable",
-    "len",
-    "hex",
-    "prod",
-}
+SHOWN = {"quoted", "listed", "shown", "shown_pickled", "counted", "human_nbytes", "printable", "len", "hex", "prod"}
 """Functions whose result is short and printable whatever they are given."""
 
 NUMBERS = {
@@ -135,12 +124,7 @@ def _is_shown(node: ast.expr) -> bool:
     last = word.rpartition(".")[2]
     if last.removesuffix("()").lstrip("_") in SHOWN | NUMBERS:
         return True
-    return (
-        last.isupper()
-        or word in OWN_WORDS
-        or last in OWN_WORDS
-        or ".".join(word.split(".")[-2:]) in OWN_WORDS
-    )
+    return last.isupper() or word in OWN_WORDS or last in OWN_WORDS or ".".join(word.split(".")[-2:]) in OWN_WORDS
 
 
 def _unseen(tree: ast.Module, makers: set[str]) -> Iterator[str]:
@@ -166,23 +150,9 @@ def test_every_value_in_a_message_is_a_number_or_quoted_or_looked_at() -> None:
 
 
 def test_a_name_that_is_not_quoted_is_seen() -> None:
-    for text in (
-        "{name}",
-        "{name!r}",
-        "{tensor.name[:100]!r}",
-        "{names[0]}",
-        "{', '.join(names)}",
-        "{storage.key}",
-    ):
+    for text in ("{name}", "{name!r}", "{tensor.name[:100]!r}", "{names[0]}", "{', '.join(names)}", "{storage.key}"):
         tree = ast.parse(f'raise SourceError(f"the tensor {text} is damaged")')
         assert list(_unseen(tree, set())), text
-    for text in (
-        "{quoted(name)}",
-        "{nbytes}",
-        "{end - self.begin}",
-        "{crc:08x}",
-        "{list(shape)}",
-        "{MAX_RANK}",
-    ):
+    for text in ("{quoted(name)}", "{nbytes}", "{end - self.begin}", "{crc:08x}", "{list(shape)}", "{MAX_RANK}"):
         tree = ast.parse(f'raise SourceError(f"the tensor {text} is damaged")')
         assert not list(_unseen(tree, set())), text

@@ -24,10 +24,7 @@ def contest(calls: list[str]) -> Contest:
     return Contest(
         "race",
         "a race",
-        (
-            scripted("ours", [99.0, 1.0, 2.0, 3.0], calls),
-            scripted("theirs", [99.0, 2.0, 1.0, 4.0], calls),
-        ),
+        (scripted("ours", [99.0, 1.0, 2.0, 3.0], calls), scripted("theirs", [99.0, 2.0, 1.0, 4.0], calls)),
         rounds=3,
         nbytes=4 << 30,
     )

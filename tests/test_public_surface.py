@@ -62,11 +62,7 @@ def private_in(annotation: object, module: ModuleType) -> Iterator[str]:
         elif isinstance(found, list | tuple):  # a callable's parameters
             for argument in found:
                 yield from private_in(argument, module)
-        elif (
-            isinstance(found, type)
-            and found.__module__.startswith("stream_pack")
-            and found not in PUBLIC.values()
-        ):
+        elif isinstance(found, type) and found.__module__.startswith("stream_pack") and found not in PUBLIC.values():
             yield found.__qualname__
 
 
@@ -96,9 +92,7 @@ def test_signatures_and_attributes_lead_to_public_names_only(name: str) -> None:
         return  # the message, and attributes of builtin types
     module = sys.modules[owner.__module__]
     faults = [
-        f"{where}: {private}"
-        for where, annotation in annotated(owner)
-        for private in private_in(annotation, module)
+        f"{where}: {private}" for where, annotation in annotated(owner) for private in private_in(annotation, module)
     ]
     assert not faults
 

@@ -40,12 +40,7 @@ from stream_pack.text import printable
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Command] = {
-    "convert": CONVERT,
-    "inspect": INSPECT,
-    "verify": VERIFY,
-    "metal-plan": METAL_PLAN,
-}
+COMMANDS: dict[str, Command] = {"convert": CONVERT, "inspect": INSPECT, "verify": VERIFY, "metal-plan": METAL_PLAN}
 
 _EXIT_CODES = """\
 exit codes:
@@ -160,11 +155,7 @@ def _text_of(error: OSError, arguments: argparse.Namespace) -> str:
     if error.filename is not None:
         # Shown as the user gave it, not in full.
         path = os.fsdecode(error.filename)
-        given = (
-            name
-            for name in (source, target)
-            if path in (os.path.abspath(name), os.path.realpath(name))
-        )
+        given = (name for name in (source, target) if path in (os.path.abspath(name), os.path.realpath(name)))
         return f"{reason}: {printable(next(given, path))}"
     shown = shown_path(source, "stdin")
     if target:

@@ -75,9 +75,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "A flat state dict is taken as it is. In a nested checkpoint, the dict under state_dict, model or "
         "model_state_dict is taken if exactly one of these keys holds tensors; otherwise --key must choose one.",
     )
-    text = (
-        "take what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
-    )
+    text = "take what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
     add_option(group, "--key", "KEY", text, repeated=True)
     text = "print which keys hold tensors, how many and how large, and write nothing"
     add_flag(group, "--list-keys", text=text)
@@ -164,9 +162,7 @@ def _options(arguments: argparse.Namespace, progress: Progress | None = None) ->
         raise UsageError(str(error)) from None
 
 
-def _list_keys(
-    source: str | int | Source, arguments: argparse.Namespace, standard: Standard
-) -> int:
+def _list_keys(source: str | int | Source, arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.sources.open import list_keys
 
     rows = list_keys(source, spool_dir=arguments.spool_dir)

@@ -35,9 +35,15 @@ def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
             yield plain.update
         return
     with tqdm(
-        total=0, unit="iB", unit_scale=True, unit_divisor=1024, mininterval=UPDATE_SECONDS, leave=False,
-        file=sys.stderr, dynamic_ncols=True,
-    ) as bar:  # fmt: skip
+        total=0,
+        unit="iB",
+        unit_scale=True,
+        unit_divisor=1024,
+        mininterval=UPDATE_SECONDS,
+        leave=False,
+        file=sys.stderr,
+        dynamic_ncols=True,
+    ) as bar:
 
         def update(done: int, total: int) -> None:
             bar.total = total

@@ -47,9 +47,7 @@ class Standard:
         """The descriptor to write a pack to.  Raises: UsageError."""
         self.require_stdout()
         if os.isatty(_STDOUT):
-            raise UsageError(
-                "stdout is a terminal, and a pack is binary: redirect it, or name a file"
-            )
+            raise UsageError("stdout is a terminal, and a pack is binary: redirect it, or name a file")
         return _STDOUT
 
     def write(self, text: str) -> None:

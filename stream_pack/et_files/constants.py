@@ -92,9 +92,7 @@ class Constants:
         return "invalid" if number == UNKNOWN else DTYPES[number].name
 
 
-def byte_strings(
-    names: Sequence[str], file_offsets: NDArray[np.int64], nbytes: NDArray[np.int64]
-) -> Constants:
+def byte_strings(names: Sequence[str], file_offsets: NDArray[np.int64], nbytes: NDArray[np.int64]) -> Constants:
     """Constants of which only the bytes are known: uint8 of one dim."""
     return Constants(
         names=names,
@@ -176,9 +174,7 @@ def duplicate_name(name: str, file_begin: int, file_end: int) -> Fault:
     return Fault("names", text, file_begin, file_end, (name,), fatal=True)
 
 
-def fits(
-    offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64], room: np.uint64
-) -> NDArray[np.bool_]:
+def fits(offsets: NDArray[np.uint64], nbytes: NDArray[np.uint64], room: np.uint64) -> NDArray[np.bool_]:
     """Which ranges are inside the first ``room`` bytes.  No sum of them wraps."""
     return (offsets <= room) & (nbytes <= room - np.minimum(offsets, room))
 

@@ -12,13 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stream_pack.et_files.constants import (
-    BYTES,
-    Fault,
-    constant_fault,
-    duplicate_name,
-    lookup,
-)
+from stream_pack.et_files.constants import BYTES, Fault, constant_fault, duplicate_name, lookup
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
 from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
 from stream_pack.et_files.payload import Keyed, Payload, constants_inside, kept_rows, payload_fault
@@ -107,15 +101,7 @@ def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
 
 
 _BY_XNN = {number: BY_NAME[name] for number, name in graph_xnnpack.DTYPE_NAMES.items()}
-_QUANTIZED = {
-    3: "qint8",
-    4: "quint8",
-    5: "qint32",
-    6: "qcint8",
-    7: "qcint32",
-    8: "qcint4",
-    10: "qbint4",
-}
+_QUANTIZED = {3: "qint8", 4: "quint8", 5: "qint32", 6: "qcint8", 7: "qcint32", 8: "qcint4", 10: "qbint4"}
 """XNNDatatypes whose elements mean nothing without the scales, which are other constants."""
 
 
@@ -146,9 +132,5 @@ def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     return replace(payload, constants=constants, faults=tuple(faults))
 
 
-DECODERS: dict[str, Callable[[Payload, memoryview, str], Payload]] = {
-    "mps": mps,
-    "xnnpack": xnnpack,
-    "ptd": ptd,
-}
+DECODERS: dict[str, Callable[[Payload, memoryview, str], Payload]] = {"mps": mps, "xnnpack": xnnpack, "ptd": ptd}
 """What adds its constants to a payload, by the kind of its header; takes the flatbuffer and a prefix for names."""

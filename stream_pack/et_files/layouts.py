@@ -13,9 +13,7 @@ from stream_pack.format.ragged import Ragged
 
 __all__ = ["BY_SCALAR_TYPE", "ORDER_NOTE", "Layouts", "row_major"]
 
-BY_SCALAR_TYPE = {
-    dtype.executorch: number for number, dtype in enumerate(DTYPES) if dtype.executorch is not None
-}
+BY_SCALAR_TYPE = {dtype.executorch: number for number, dtype in enumerate(DTYPES) if dtype.executorch is not None}
 SIZES_NOTE = "executorch.sizes"
 ORDER_NOTE = "executorch.dim_order"
 

@@ -13,15 +13,7 @@ from stream_pack.et_files.constants import Constants, Fault, find_faults, fits, 
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
-__all__ = [
-    "NOTHING",
-    "Keyed",
-    "Payload",
-    "ReadFile",
-    "constants_inside",
-    "kept_rows",
-    "payload_fault",
-]
+__all__ = ["NOTHING", "Keyed", "Payload", "ReadFile", "constants_inside", "kept_rows", "payload_fault"]
 
 _T = TypeVar("_T")
 

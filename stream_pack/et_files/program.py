@@ -142,9 +142,7 @@ def decode_header(start: bytes) -> ProgramHeader:
         return ProgramHeader(None, 0, None)
     _, nbytes, program_nbytes, segments = _EXTENDED.unpack_from(start, 8)
     if nbytes < _EXTENDED.size:
-        raise FormatError(
-            f"the program's extended header has {nbytes} bytes: expected at least {_EXTENDED.size}"
-        )
+        raise FormatError(f"the program's extended header has {nbytes} bytes: expected at least {_EXTENDED.size}")
     segments_nbytes = None
     if nbytes >= _EXTENDED.size + _SEGMENTS_NBYTES.size and len(start) >= MAX_HEADER_NBYTES:
         (segments_nbytes,) = _SEGMENTS_NBYTES.unpack_from(start, 8 + _EXTENDED.size)

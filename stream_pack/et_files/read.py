@@ -16,9 +16,7 @@ from stream_pack.format.records import Footer, Locator
 __all__ = ["read_payload"]
 
 
-def read_payload(
-    file: ReadFile, *, file_offset: int, nbytes: int | None, prefix: str, packs: bool
-) -> Payload:
+def read_payload(file: ReadFile, *, file_offset: int, nbytes: int | None, prefix: str, packs: bool) -> Payload:
     """The payload of ``nbytes`` bytes at ``file_offset``; None: as long as its header says.
 
     ``prefix`` comes before the numbers of constants that have no other name.  ``packs``: give no constants of a payload

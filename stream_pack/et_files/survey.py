@@ -153,15 +153,11 @@ def _program_nbytes(file: ReadFile, claimed: int | None) -> int:
     elif file.nbytes is not None and claimed > file.nbytes:
         raise truncated(file.nbytes, claimed, at_least=True, what="the program", again="export")
     if claimed > MAX_FLATBUFFER_NBYTES:
-        raise FormatError(
-            f"the header says that the program has {claimed} bytes: a flatbuffer has less than 2 GiB"
-        )
+        raise FormatError(f"the header says that the program has {claimed} bytes: a flatbuffer has less than 2 GiB")
     return claimed
 
 
-def _segments(
-    file: ReadFile, header: programs.ProgramHeader, program: Program, faults: list[Fault]
-) -> Segments:
+def _segments(file: ReadFile, header: programs.ProgramHeader, program: Program, faults: list[Fault]) -> Segments:
     offsets, nbytes = program.segments
     base = header.segments_file_offset
     end = MAX_NBYTES if file.nbytes is None else file.nbytes
@@ -218,9 +214,7 @@ def _payloads(file: ReadFile, places: Places, faults: list[Fault]) -> Iterator[P
     for (begin, nbytes), delegates in places.items():
         users = tuple(map(str, delegates))
         try:
-            payload = read_payload(
-                file, file_offset=begin, nbytes=nbytes, prefix=f"{users[0]}/", packs=True
-            )
+            payload = read_payload(file, file_offset=begin, nbytes=nbytes, prefix=f"{users[0]}/", packs=True)
         except FormatError as error:
             text = f"the payload of {quoted(users[0])} (bytes {begin} to {begin + nbytes}): {error}"
             faults.append(Fault("graph", text, begin, begin + nbytes, fatal=True))

@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.et_files.constants import (
-    UNKNOWN,
-    Constants,
-    Fault,
-    byte_strings,
-    expected_nbytes,
-    join,
-    lookup,
-)
+from stream_pack.et_files.constants import UNKNOWN, Constants, Fault, byte_strings, expected_nbytes, join, lookup
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
 from stream_pack.et_files.program import Offsets, Program
 

@@ -28,9 +28,7 @@ MAX_ALIGNMENT = 2**30
 def align_up(value: int, alignment: int) -> int: ...
 @overload
 def align_up(value: NDArray[np.int64], alignment: NDArray[np.int64] | int) -> NDArray[np.int64]: ...
-def align_up(
-    value: int | NDArray[np.int64], alignment: int | NDArray[np.int64]
-) -> int | NDArray[np.int64]:
+def align_up(value: int | NDArray[np.int64], alignment: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
     """The smallest multiple of ``alignment`` (a power of two) that is not below ``value``."""
     return (value + alignment - 1) & -alignment
 

@@ -69,9 +69,7 @@ def tensor_nbytes(name: str, dtype: int, shape: Sequence[int]) -> int:
     elements = 1
     for dim in shape:
         if dim < 0:
-            raise UnsupportedTensorError(
-                f"tensor {quoted(name)} has a negative dim: {list(shape)}", tensor=name
-            )
+            raise UnsupportedTensorError(f"tensor {quoted(name)} has a negative dim: {list(shape)}", tensor=name)
         # An empty tensor's other dims obey the limit too: NumPy and torch multiply them into strides.
         elements *= dim or 1
     if bits < 8 and (not shape or shape[-1] * bits % 8):

@@ -16,15 +16,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import LimitError
 from stream_pack.format.limits import MAX_BLOCK_NBYTES, MIN_BLOCK_NBYTES
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "BlockHasher",
-    "block_counts",
-    "check_block_nbytes",
-    "xxh3",
-    "xxh3_of_zeros",
-    "zeros",
-]
+__all__ = ["BLOCK_NBYTES", "BlockHasher", "block_counts", "check_block_nbytes", "xxh3", "xxh3_of_zeros", "zeros"]
 
 BLOCK_NBYTES = 4 << 20
 """Default: 2 parts per million of checksums, and 250 blocks a GiB to share among cores."""
@@ -37,9 +29,7 @@ def check_block_nbytes(block_nbytes: int) -> int:
 
     Raises: LimitError unless it is a power of two from 4 KiB to 1 GiB.
     """
-    if not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes & (
-        block_nbytes - 1
-    ):
+    if not MIN_BLOCK_NBYTES <= block_nbytes <= MAX_BLOCK_NBYTES or block_nbytes & (block_nbytes - 1):
         raise LimitError(
             f"blocks of {block_nbytes} bytes: expected a power of two from {MIN_BLOCK_NBYTES} to {MAX_BLOCK_NBYTES}",
             value=block_nbytes,

@@ -73,6 +73,4 @@ DTYPES: tuple[Dtype, ...] = (
 BITS: tuple[int, ...] = tuple(dtype.bits for dtype in DTYPES)
 BY_NAME: dict[str, int] = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 BY_TORCH: dict[str, int] = {d.torch: n for n, d in enumerate(DTYPES) if d.torch is not None}
-BY_SAFETENSORS: dict[str, int] = {
-    d.safetensors: n for n, d in enumerate(DTYPES) if d.safetensors is not None
-}
+BY_SAFETENSORS: dict[str, int] = {d.safetensors: n for n, d in enumerate(DTYPES) if d.safetensors is not None}

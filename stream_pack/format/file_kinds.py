@@ -28,12 +28,9 @@ class Kind(enum.Enum):
     GGUF = "a GGUF file"
     # Other forms of weights.
     TORCH_SCRIPT = "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()"
-    TORCH_EXPORT = (
-        "a torch.export program (.pt2): load it with torch.export.load and save its state_dict"
-    )
+    TORCH_EXPORT = "a torch.export program (.pt2): load it with torch.export.load and save its state_dict"
     PICKLE = (
-        "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors "
-        "with torch.save"
+        "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors with torch.save"
     )
     NPZ = "a NumPy archive (.npz): give its arrays to save_file"
     NPY = "a NumPy array (.npy), which has no name: give it to save_file"
@@ -78,16 +75,11 @@ _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
 _ZIP_ENTRY = b"PK\3\4"
 _BEGINNING = re.compile(
     b"|".join(
-        [
-            rb"PK\x03\x04|\x80[\x02-\x05]",
-            *(re.escape(kind.magic) for kind in KINDS.values() if kind.magic_at == 0),
-        ]
+        [rb"PK\x03\x04|\x80[\x02-\x05]", *(re.escape(kind.magic) for kind in KINDS.values() if kind.magic_at == 0)]
     )
 )
 """Where an input that begins with text may really begin: an archive, a pickle, a pack."""
-_TORCH_RECORD = re.compile(
-    r"(data\.pkl|data/\d+|\.data/.*|byteorder|version|\.format_version|\.storage_alignment)$"
-)
+_TORCH_RECORD = re.compile(r"(data\.pkl|data/\d+|\.data/.*|byteorder|version|\.format_version|\.storage_alignment)$")
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # Source: torch/serialization.py, MAGIC_NUMBER
 _LEGACY = re.compile(
     rb"(\x80[\x02-\x05](\x95.{8})?\x8a\x0a%b|L%dL\n)\."  # protocols 2 to 5, the later two in frames; 0 and 1
@@ -102,9 +94,7 @@ _WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)\b", re.I
 _NOT_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # ESC is text: terminals' colours
 _MAX_SHOWN = 40
 
-CHECKPOINTS = frozenset(
-    {Kind.TORCH_ZIP, Kind.SAFETENSORS, Kind.TORCH_LEGACY, Kind.GGUF, Kind.PTE, Kind.PTD}
-)
+CHECKPOINTS = frozenset({Kind.TORCH_ZIP, Kind.SAFETENSORS, Kind.TORCH_LEGACY, Kind.GGUF, Kind.PTE, Kind.PTD})
 """What a pack can be made of."""
 
 _SHOWS_START = {Kind.HTML, Kind.LEADING_TEXT, Kind.TEXT}

@@ -216,13 +216,9 @@ class Tables:
         counts[present] = self._gather(targets[present], _U4)
         firsts = targets + 4
         if (firsts + counts * itemsize)[present].max(initial=0) > len(self._raw):
-            raise FormatError(
-                f"{self.what} is broken: a vector ends after its {len(self._raw)} bytes"
-            )
+            raise FormatError(f"{self.what} is broken: a vector ends after its {len(self._raw)} bytes")
         if int(counts.sum()) * itemsize > len(self._raw):
-            raise FormatError(
-                f"{self.what} is broken: {int(counts.sum())} elements in {len(self._raw)} bytes"
-            )
+            raise FormatError(f"{self.what} is broken: {int(counts.sum())} elements in {len(self._raw)} bytes")
         return firsts, counts
 
     def vectors(self, slot: int, dtype: np.dtype[_I], *, longest: int) -> Ragged[_I]:
@@ -232,9 +228,7 @@ class Tables:
         """
         firsts, counts = self.spans(slot, dtype.itemsize)
         if int(counts.max(initial=0)) > longest:
-            raise FormatError(
-                f"{self.what} is broken: a vector of {int(counts.max())}, the limit is {longest}"
-            )
+            raise FormatError(f"{self.what} is broken: a vector of {int(counts.max())}, the limit is {longest}")
         elements = _elements(firsts, counts, dtype.itemsize)
         return Ragged(self._gather(elements.values, dtype), elements.ends)
 
@@ -247,18 +241,14 @@ def decode_text(data: memoryview, begin: int, nbytes: int, what: str) -> str:
         raise FormatError(f"{what} is not UTF-8") from None
 
 
-def _elements(
-    firsts: NDArray[np.int64], counts: NDArray[np.int64], itemsize: int
-) -> Ragged[np.int64]:
+def _elements(firsts: NDArray[np.int64], counts: NDArray[np.int64], itemsize: int) -> Ragged[np.int64]:
     """The position of each element of vectors."""
     elements = Ragged.of(np.repeat(firsts, counts), counts)
     elements.values[:] += itemsize * elements.places
     return elements
 
 
-def gather(
-    raw: NDArray[np.uint8], positions: NDArray[np.int64], dtype: np.dtype[_I], what: str
-) -> NDArray[_I]:
+def gather(raw: NDArray[np.uint8], positions: NDArray[np.int64], dtype: np.dtype[_I], what: str) -> NDArray[_I]:
     """One scalar at each position, aligned or not.
 
     Raises: FormatError naming ``what``.

@@ -22,15 +22,7 @@ from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK, MAX_TENSORS
 from stream_pack.format.ragged import Ragged
 
-__all__ = [
-    "KIND",
-    "GraphValues",
-    "constant_ids",
-    "decode",
-    "disagreements",
-    "encode",
-    "expected_values",
-]
+__all__ = ["KIND", "GraphValues", "constant_ids", "decode", "disagreements", "encode", "expected_values"]
 
 IDENTIFIER = b"MP00"
 INVALID = 0
@@ -75,11 +67,7 @@ def encode(index: Index) -> bytes:
     """
     tensors = len(index)
     if tensors > MAX_TENSORS:
-        raise LimitError(
-            f"{tensors} tensors: the graph numbers them with 31 bits",
-            value=tensors,
-            limit=MAX_TENSORS,
-        )
+        raise LimitError(f"{tensors} tensors: the graph numbers them with 31 bits", value=tensors, limit=MAX_TENSORS)
     values = expected_values(index)
 
     writer = ColumnWriter(IDENTIFIER)

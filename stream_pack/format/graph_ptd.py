@@ -168,9 +168,7 @@ def decode(data: memoryview, *, most: int | None = None) -> FlatTensor:
     named = root.tables(2, most=most)
     numbers = named.scalars(1, _U4)
     if len(numbers) and int(numbers.max()) >= len(segments):
-        raise FormatError(
-            f"{_WHAT} is broken: named data are in segment {int(numbers.max())} of {len(segments)}"
-        )
+        raise FormatError(f"{_WHAT} is broken: named data are in segment {int(numbers.max())} of {len(segments)}")
     key_begins, key_nbytes = named.spans(0, 1)
     has_layout = named.targets(2) > 0
     rows = np.flatnonzero(has_layout)
@@ -205,9 +203,7 @@ def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     found = decode(data, most=len(index) + 1)
     if len(found) != len(index):
         more = "at least " if len(found) > len(index) else ""
-        raise FormatError(
-            f"the flatbuffer has {more}{len(found)} named data for {len(index)} tensors"
-        )
+        raise FormatError(f"the flatbuffer has {more}{len(found)} named data for {len(index)} tensors")
     types, dims = _types_and_dims(index)
     wrong: NDArray[np.bool_] = np.where(found.has_layout, found.scalar_types, _NO_TYPE) != types
     wrong |= found.dims.differs(dims)

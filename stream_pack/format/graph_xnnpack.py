@@ -20,16 +20,7 @@ from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK, MAX_XNNPACK_REGION_FILE_OFFSET
 from stream_pack.format.ragged import Ragged
 
-__all__ = [
-    "BY_KEY",
-    "DTYPE_NAMES",
-    "KIND",
-    "XnnGraph",
-    "XnnValues",
-    "decode",
-    "disagreements",
-    "encode",
-]
+__all__ = ["BY_KEY", "DTYPE_NAMES", "KIND", "XnnGraph", "XnnValues", "decode", "disagreements", "encode"]
 
 IDENTIFIERS = (b"XN01", b"XN00")
 """The one written by ExecuTorch for delegates, and that of the same tables in its runtime's schema."""
@@ -173,9 +164,7 @@ def _values(root: Table | None, constants: int) -> XnnValues:
         parts.append(_scales(scaled, slot, datatype))
     numbers, datatypes, num_dims, ranks, dims = map(np.concatenate, zip(*parts, strict=True))
     if int(numbers.max(initial=0)) >= max(constants, 1):
-        raise FormatError(
-            f"{_WHAT} is broken: a value has constant {int(numbers.max())} of {constants}"
-        )
+        raise FormatError(f"{_WHAT} is broken: a value has constant {int(numbers.max())} of {constants}")
     held = numbers > 0
     return XnnValues(
         constants=numbers[held].astype(_U4),

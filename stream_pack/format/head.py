@@ -20,15 +20,7 @@ from stream_pack.format.layout import Layout
 from stream_pack.format.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES
 from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
 
-__all__ = [
-    "EncodedHead",
-    "Head",
-    "check_region",
-    "decode_head",
-    "encode_footer",
-    "encode_head",
-    "root_checksum",
-]
+__all__ = ["EncodedHead", "Head", "check_region", "decode_head", "encode_footer", "encode_head", "root_checksum"]
 
 INDEX_ALIGNMENT = 64
 """A cache line: columns that NumPy reads in place are aligned whatever the graph's length."""
@@ -138,9 +130,7 @@ def decode_head(data: memoryview) -> Head:
     check_region(found)
     region, region_nbytes = found.region_file_offset, found.region_nbytes
     if region != len(data):
-        raise FormatError(
-            f"the header places the region at byte {region}, the head has {len(data)} bytes"
-        )
+        raise FormatError(f"the header places the region at byte {region}, the head has {len(data)} bytes")
     locator, locator_nbytes = Locator.decode(data)
     front = len(data) - locator_nbytes
     actual = xxh3((data[:front], uncover(data[front:])))
@@ -205,9 +195,7 @@ def _graph_end(found: Header, index_file_offset: int) -> int:
 
 
 def root_checksum(
-    head_checksum: int,
-    checksums: Iterator[bytes | memoryview] | tuple[bytes | memoryview, ...],
-    footer: bytes,
+    head_checksum: int, checksums: Iterator[bytes | memoryview] | tuple[bytes | memoryview, ...], footer: bytes
 ) -> int:
     """The pack's root value: over the head's checksum, the block checksums and the footer without its own."""
     return xxh3((head_checksum.to_bytes(8, "little"), *checksums, uncover(footer)))

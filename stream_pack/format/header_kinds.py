@@ -29,9 +29,7 @@ __all__ = [
 ]
 
 
-KINDS: dict[str, HeadKind] = {
-    kind.name: kind for kind in (graph_mps.KIND, graph_xnnpack.KIND, graph_ptd.KIND)
-}
+KINDS: dict[str, HeadKind] = {kind.name: kind for kind in (graph_mps.KIND, graph_xnnpack.KIND, graph_ptd.KIND)}
 """Every kind of header by name."""
 
 MAX_HEADER_NBYTES = max(kind.header_nbytes for kind in KINDS.values())
@@ -79,13 +77,10 @@ def decode_header(data: bytes) -> Header:
     kind = kind_of(data)
     least = min(k.header_nbytes for k in KINDS.values()) if kind is None else kind.header_nbytes
     if len(data) < least:
-        raise NotAPackError(
-            f"{len(data)} bytes are too few for a pack, whose header alone has {least}"
-        )
+        raise NotAPackError(f"{len(data)} bytes are too few for a pack, whose header alone has {least}")
     if kind is None:
         magics = [
-            f"{k.magic.hex(' ')} ({k.magic.lstrip(bytes(1)).decode()}) at byte {k.magic_at}"
-            for k in KINDS.values()
+            f"{k.magic.hex(' ')} ({k.magic.lstrip(bytes(1)).decode()}) at byte {k.magic_at}" for k in KINDS.values()
         ]
         raise NotAPackError(
             f"not a pack: it begins with {data[:12].hex(' ')}, expected {', '.join(magics[:-1])} or {magics[-1]}"

@@ -361,34 +361,24 @@ def _check_buffers(index: Index, region_nbytes: int) -> None:
     _require((nbytes > 0).all(), "buffers of at least one byte")
     # Never offset + nbytes: that sum may wrap.
     _require(
-        (offsets <= region_nbytes).all() and (nbytes <= region_nbytes - offsets).all(),
-        "buffers inside the region",
+        (offsets <= region_nbytes).all() and (nbytes <= region_nbytes - offsets).all(), "buffers inside the region"
     )
-    _require(
-        (offsets[1:] >= offsets[:-1] + nbytes[:-1]).all(),
-        "buffers in ascending order that do not overlap",
-    )
+    _require((offsets[1:] >= offsets[:-1] + nbytes[:-1]).all(), "buffers in ascending order that do not overlap")
 
 
 def _check_places(index: Index) -> None:
     _require(len(index.tensor_starts) == len(index), "one start per tensor")
     held = index.tensor_buffers != NO_BUFFER
-    _require(
-        (held == (index.tensor_nbytes > 0)).all(),
-        "a buffer for exactly the tensors that have bytes",
-    )
+    _require((held == (index.tensor_nbytes > 0)).all(), "a buffer for exactly the tensors that have bytes")
     _require(not index.tensor_starts[~held].any(), "start 0 for tensors of 0 bytes")
     buffers, starts = index.tensor_buffers[held], index.tensor_starts[held]
     nbytes = index.tensor_nbytes[held]
     _require((buffers < len(index.buffer_offsets)).all(), "existing buffers")
     room = index.buffer_nbytes[buffers]
-    _require(
-        (starts <= room).all() and (nbytes <= room - starts).all(), "tensors inside their buffers"
-    )
+    _require((starts <= room).all() and (nbytes <= room - starts).all(), "tensors inside their buffers")
     wanted = index.alignment.of(nbytes)
     _require(
-        not ((index.buffer_offsets[buffers] | starts) & (wanted - 1)).any(),
-        "tensors at multiples of their alignment",
+        not ((index.buffer_offsets[buffers] | starts) & (wanted - 1)).any(), "tensors at multiples of their alignment"
     )
 
 
@@ -408,8 +398,7 @@ def _check_notes(index: Index) -> None:
     _check_ends(index.ragged_notes, 2 * len(tensors), "notes")
     _check_text(index.ragged_notes, "notes")
     _require(
-        ((tensors < len(index)) | (tensors == PACK_NOTE)).all()
-        and (tensors[1:] >= tensors[:-1]).all(),
+        ((tensors < len(index)) | (tensors == PACK_NOTE)).all() and (tensors[1:] >= tensors[:-1]).all(),
         "notes sorted by tensor, of existing tensors",
     )
 
@@ -433,10 +422,7 @@ def _tensor_nbytes(bits: NDArray[np.uint16], dims: Ragged[np.int64]) -> NDArray[
         elements = filled.prod(axis=1)
         # Not elements * bits // 8: that product may need 66 bits.
         length = elements // 8 * nbits[rows] + elements % 8 * nbits[rows] // 8
-        _require(
-            (elements <= MAX_NBYTES).all() and (length <= MAX_NBYTES).all(),
-            "tensors of at most 2**62 bytes",
-        )
+        _require((elements <= MAX_NBYTES).all() and (length <= MAX_NBYTES).all(), "tensors of at most 2**62 bytes")
         last = shapes[:, -1] if rank else np.ones(len(rows), np.int64)
         _require(not (last % 8 * nbits[rows] % 8).any(), "last dims that fill whole bytes")
         nbytes[rows] = np.where((shapes == 0).any(axis=1), 0, length)

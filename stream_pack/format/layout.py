@@ -76,16 +76,10 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
     Raises: LimitError for too many tensors, too many bytes, or a blow-up that ``policy`` does not allow.
     """
     if len(catalog) > MAX_TENSORS:
-        raise LimitError(
-            f"{len(catalog)} tensors: the limit is {MAX_TENSORS}",
-            value=len(catalog),
-            limit=MAX_TENSORS,
-        )
+        raise LimitError(f"{len(catalog)} tensors: the limit is {MAX_TENSORS}", value=len(catalog), limit=MAX_TENSORS)
     used = np.flatnonzero(catalog.nbytes > 0)
     hosts = np.arange(len(catalog))
-    hosts[used] = used[
-        _hosts(catalog.storages[used], catalog.starts[used], catalog.nbytes[used], policy.alignment)
-    ]
+    hosts[used] = used[_hosts(catalog.storages[used], catalog.starts[used], catalog.nbytes[used], policy.alignment)]
     # A buffer per host, in the order of the first tensor that uses it.
     owners, first_use = np.unique(hosts[used], return_index=True)
     owners = owners[np.argsort(first_use)]
@@ -158,10 +152,7 @@ def _check_total(buffer_nbytes: NDArray[np.int64], alignment: Alignment) -> None
     # In float64 first: the exact sum may wrap.  Every buffer may cost up to one alignment of padding.
     rough = buffer_nbytes.sum(dtype=np.float64) + alignment.large * (len(buffer_nbytes) + 1.0)
     if rough > MAX_NBYTES:
-        raise LimitError(
-            f"the tensors have about {rough:.3g} bytes: the limit of a pack is 2**62",
-            limit=MAX_NBYTES,
-        )
+        raise LimitError(f"the tensors have about {rough:.3g} bytes: the limit of a pack is 2**62", limit=MAX_NBYTES)
 
 
 def _place(nbytes: NDArray[np.int64], alignment: Alignment) -> tuple[NDArray[np.int64], int]:
@@ -183,10 +174,7 @@ def _place(nbytes: NDArray[np.int64], alignment: Alignment) -> tuple[NDArray[np.
 
 
 def _hosts(
-    storages: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    nbytes: NDArray[np.int64],
-    alignment: Alignment,
+    storages: NDArray[np.int64], starts: NDArray[np.int64], nbytes: NDArray[np.int64], alignment: Alignment
 ) -> NDArray[np.int64]:
     """For each range, the range whose bytes it has: itself, an equal one, or the longest that it may be inside.
 
@@ -214,17 +202,12 @@ def _hosts(
     sizes = np.diff(cluster, append=count)
     for begin, size in zip(cluster[sizes > 1].tolist(), sizes[sizes > 1].tolist()):
         rows = order[begin : begin + size]
-        hosts[rows] = rows[
-            _cluster_hosts(start[begin : begin + size], end[begin : begin + size], rows, alignment)
-        ]
+        hosts[rows] = rows[_cluster_hosts(start[begin : begin + size], end[begin : begin + size], rows, alignment)]
     return hosts
 
 
 def _cluster_hosts(
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    catalog_order: NDArray[np.int64],
-    alignment: Alignment,
+    starts: NDArray[np.int64], ends: NDArray[np.int64], catalog_order: NDArray[np.int64], alignment: Alignment
 ) -> NDArray[np.int64]:
     """:func:`_hosts` for ranges sorted by start, then longest first, then catalog order."""
     # Equal ranges are neighbours: the first represents all.

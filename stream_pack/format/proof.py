@@ -69,9 +69,7 @@ def prove_header(start: bytes) -> Header:
     try:
         return decode_header(start)
     except NotAPackError as error:
-        advice = (
-            ": make a pack of it with `stream-pack convert`" if sniff(start) in CHECKPOINTS else ""
-        )
+        advice = ": make a pack of it with `stream-pack convert`" if sniff(start) in CHECKPOINTS else ""
         raise NotAPackError(f"{error}; found {describe_start(start)}{advice}") from None
 
 
@@ -136,9 +134,7 @@ def prove_footer(head: Head, footer: bytes) -> Footer:
     """
     record, nbytes = Footer.decode(footer)
     if nbytes != len(footer):
-        raise FormatError(
-            f"the footer claims {nbytes} bytes, expected {len(footer)}; the file is damaged"
-        )
+        raise FormatError(f"the footer claims {nbytes} bytes, expected {len(footer)}; the file is damaged")
     return record
 
 
@@ -171,12 +167,7 @@ def truncated_head(header: Header, available: int) -> TruncatedError:
 
 
 def truncated(
-    available: int,
-    expected: int,
-    *,
-    at_least: bool = False,
-    what: str = "the pack",
-    again: str = "convert",
+    available: int, expected: int, *, at_least: bool = False, what: str = "the pack", again: str = "convert"
 ) -> TruncatedError:
     """The error for a pack, or ``what``, that ends after ``available`` of ``expected`` bytes."""
     return TruncatedError(
@@ -188,11 +179,7 @@ def truncated(
 
 
 def wrong_blocks(
-    read: Callable[[int, int], NDArray[np.uint8]],
-    head: Head,
-    checksums: NDArray[np.uint64],
-    first: int,
-    end: int,
+    read: Callable[[int, int], NDArray[np.uint8]], head: Head, checksums: NDArray[np.uint64], first: int, end: int
 ) -> list[tuple[int, int]]:
     """Number and actual checksum of the damaged blocks among ``[first, end)``.
 
@@ -200,9 +187,7 @@ def wrong_blocks(
     """
     wrong = []
     expected = checksums[first:end].tolist()
-    for block, (begin, stop), value in zip(
-        range(first, end), _extents(head.index, first, end), expected
-    ):
+    for block, (begin, stop), value in zip(range(first, end), _extents(head.index, first, end), expected):
         data = read(head.region_file_offset + begin, stop - begin)
         actual = xxhash.xxh3_64_intdigest(memoryview(data))
         if actual != value:
@@ -252,9 +237,7 @@ class Users:
         return self._named[1], count
 
 
-def block_error(
-    head: Head, users: Users, block: int, *, expected: int, actual: int
-) -> ChecksumError:
+def block_error(head: Head, users: Users, block: int, *, expected: int, actual: int) -> ChecksumError:
     """The error that says which bytes of the pack differ, and which tensors own them."""
     index = head.index
     buffer, number, begin, end = index.block_range(block)

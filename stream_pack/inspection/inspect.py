@@ -17,9 +17,7 @@ from stream_pack.reader.pack import open as open_pack
 __all__ = ["inspect", "inspect_pack"]
 
 
-def inspect(
-    path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None
-) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None) -> Inspection:
     """Describe a pack, or a program, raw payload or data file of ExecuTorch's: what ``stream-pack inspect`` prints.
 
     ``offset`` and ``nbytes`` say where it is inside another file, as for :func:`stream_pack.open`.  No byte of a tensor
@@ -66,9 +64,7 @@ def _parts(pack: Pack) -> Iterator[InspectedPart]:
         # The graph with the few zeros that align the index: that of an MPS payload does not say where it ends.
         yield InspectedPart("graph", head.index_file_offset - head.kind.header_nbytes)
         yield InspectedPart("index", head.index_nbytes)
-        yield InspectedPart(
-            "head padding", head.region_file_offset - head.locator_nbytes - index_end
-        )
+        yield InspectedPart("head padding", head.region_file_offset - head.locator_nbytes - index_end)
         yield InspectedPart("locator", head.locator_nbytes)
     else:
         nbytes = KINDS[pack.kind].header_nbytes

@@ -145,9 +145,7 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
         )
         for row in inspection.rows
     ]
-    yield from _table(
-        ("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width
-    )
+    yield from _table(("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width)
     yield ""
     if inspection.payloads:
         yield from _payload_table(inspection.payloads)
@@ -165,9 +163,7 @@ def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
 
 def _remarks(inspection: Inspection) -> Iterator[str]:
     """What follows the tables."""
-    shared = inspection.tensors_nbytes - sum(
-        part.nbytes for part in inspection.parts if part.name in _TENSOR_PARTS
-    )
+    shared = inspection.tensors_nbytes - sum(part.nbytes for part in inspection.parts if part.name in _TENSOR_PARTS)
     saved = f", {human_nbytes(shared)} of them shared" if shared > 0 else ""
     yield (
         f"{counted(len(inspection.rows), 'tensor')}, {inspection.tensors_nbytes} bytes "
@@ -217,9 +213,7 @@ def _cell(text: str) -> str:
     return _fit(printable(text[: MAX_CELL + 1]), MAX_CELL)
 
 
-def _table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None
-) -> Iterator[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None) -> Iterator[str]:
     """Columns side by side, ``right`` ones flush right; the first is cut when ``width`` is too small."""
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     if width is not None:

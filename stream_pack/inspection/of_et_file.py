@@ -19,9 +19,7 @@ from stream_pack.reader.payload import index_of, survey_file
 __all__ = ["inspect_et_file"]
 
 
-def inspect_et_file(
-    path: str | os.PathLike[str], *, offset: int, nbytes: int | None
-) -> Inspection | None:
+def inspect_et_file(path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> Inspection | None:
     """Inspect a program, raw payload or data file; None for a pack.
 
     Raises: OSError; as :func:`stream_pack.reader.payload.survey_file`.

@@ -13,9 +13,7 @@ from stream_pack.inspection.inspection import InspectedTensor
 __all__ = ["rows_of"]
 
 
-def rows_of(
-    index: Index, region_file_offset: int, faults: dict[int, str]
-) -> Iterator[InspectedTensor]:
+def rows_of(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[InspectedTensor]:
     """A row for each tensor of an index."""
     inside, same = _sharing(index)
     columns = (index.offsets, index.tensor_nbytes, index.tensor_buffers)

@@ -220,14 +220,10 @@ class Residency:
         with messages.pool():
             descriptor = messages.new("MTLResidencySetDescriptor")
             assert descriptor is not None  # in macOS 15 too
-            pointer = messages.send(
-                device.pointer, "newResidencySetWithDescriptor:error:", descriptor, None
-            )
+            pointer = messages.send(device.pointer, "newResidencySetWithDescriptor:error:", descriptor, None)
             messages.send(descriptor, "release")
         if pointer is None:
-            raise MetalUnavailable(
-                f"{device.name} returned no residency set; open without residency=True"
-            )
+            raise MetalUnavailable(f"{device.name} returned no residency set; open without residency=True")
         self._end = _release_with(
             self, messages, pointer, ("endResidency", "removeAllAllocations", "commit", "release")
         )

@@ -97,9 +97,7 @@ class _Lent:
         self._is_valid, self._set_name = api.PyCapsule_IsValid, api.PyCapsule_SetName
         self._is_valid.argtypes = self._set_name.argtypes = (ctypes.py_object, c_void_p)
         # A capsule holds the addresses of these names.
-        self._names = [
-            ctypes.create_string_buffer(name) for name in (b"dltensor", b"used_dltensor")
-        ]
+        self._names = [ctypes.create_string_buffer(name) for name in (b"dltensor", b"used_dltensor")]
         self._name, self._used_name = map(ctypes.addressof, self._names)
         pop, free = self.buffers.pop, self._free
 
@@ -185,13 +183,9 @@ class _Producer:
     def __init__(self, capsule: object) -> None:
         self._capsule = capsule
 
-    def __dlpack__(
-        self, *, dl_device: object = None, copy: bool | None = None, **ignored: object
-    ) -> object:
+    def __dlpack__(self, *, dl_device: object = None, copy: bool | None = None, **ignored: object) -> object:
         if copy:
-            raise BufferError(
-                "a tensor of a pack is shared in place, never copied: pass copy=False"
-            )
+            raise BufferError("a tensor of a pack is shared in place, never copied: pass copy=False")
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(
                 f"a tensor of a pack is shared in place, on device {self.__dlpack_device__()}, not on {dl_device}"

@@ -90,9 +90,7 @@ def native() -> Runtime:
 def _translated(system: ctypes.CDLL) -> bool:
     """Whether Rosetta runs this process.  Source: Apple, "About the Rosetta translation environment"."""
     value, nbytes = c_int(0), c_ulong(ctypes.sizeof(c_int))
-    failed = system.sysctlbyname(
-        b"sysctl.proc_translated", ctypes.byref(value), ctypes.byref(nbytes), None, c_ulong(0)
-    )
+    failed = system.sysctlbyname(b"sysctl.proc_translated", ctypes.byref(value), ctypes.byref(nbytes), None, c_ulong(0))
     # Macs without Rosetta do not have the name.
     return failed == 0 and value.value == 1
 

@@ -114,11 +114,7 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
     nbytes = index.tensor_nbytes
     held = nbytes > 0
     placed = pack.offset % PAGE_NBYTES == 0
-    plan = plan_windows(
-        index.offsets,
-        nbytes if placed else np.zeros_like(nbytes),
-        max_buffer_length=max_buffer_length,
-    )
+    plan = plan_windows(index.offsets, nbytes if placed else np.zeros_like(nbytes), max_buffer_length=max_buffer_length)
     outside = np.flatnonzero(held & (plan.of == NO_WINDOW)).tolist()
     reason = (
         f"too large for a buffer of at most {max_buffer_length} bytes"
@@ -129,9 +125,7 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
     for window, (begin, end) in enumerate(zip(plan.begins.tolist(), plan.ends.tolist())):
         tensors = plan.tensors(window)
         first, last = index.name(int(tensors[0])), index.name(int(tensors[-1]))
-        windows.append(
-            PlannedWindow(region_file_offset + begin, end - begin, len(tensors), first, last)
-        )
+        windows.append(PlannedWindow(region_file_offset + begin, end - begin, len(tensors), first, last))
     return MetalPlan(
         path=pack.path,
         max_buffer_length=max_buffer_length,

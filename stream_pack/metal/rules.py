@@ -102,9 +102,7 @@ def check_limit(max_buffer_length: int) -> int:
     Raises: LimitError below one page; OptionError for anything but a whole number.
     """
     if not isinstance(max_buffer_length, int | np.integer):
-        raise OptionError(
-            f"max_buffer_length={max_buffer_length!r}: expected an int, a number of bytes"
-        )
+        raise OptionError(f"max_buffer_length={max_buffer_length!r}: expected an int, a number of bytes")
     if max_buffer_length < PAGE_NBYTES:
         raise LimitError(
             f"buffers of at most {max_buffer_length} bytes: expected at least one page of {PAGE_NBYTES}",
@@ -114,9 +112,7 @@ def check_limit(max_buffer_length: int) -> int:
     return max_buffer_length & -PAGE_NBYTES
 
 
-def plan_windows(
-    offsets: NDArray[np.int64], nbytes: NDArray[np.int64], *, max_buffer_length: int
-) -> Windows:
+def plan_windows(offsets: NDArray[np.int64], nbytes: NDArray[np.int64], *, max_buffer_length: int) -> Windows:
     """As few windows as possible, each at most ``max_buffer_length`` long, so that each tensor is whole in one.
 
     Greedy, which is optimal among plans that keep the order: a window starts at the page of its first tensor and takes
@@ -150,10 +146,7 @@ def plan_windows(
     ends_of_windows = np.array(order_ends, np.int64)
     of[order] = np.searchsorted(ends_of_windows, np.arange(len(order)), side="right")
     return Windows(
-        begins=np.array(begins, np.int64),
-        ends=np.array(ends, np.int64),
-        of=of,
-        members=Ragged(order, ends_of_windows),
+        begins=np.array(begins, np.int64), ends=np.array(ends, np.int64), of=of, members=Ragged(order, ends_of_windows)
     )
 
 

@@ -16,8 +16,7 @@ __all__ = ["MetalView", "no_buffer"]
 def no_buffer(name: str, shape: tuple[int, ...]) -> MetalBufferError:
     """The error for a tensor of 0 bytes."""
     return MetalBufferError(
-        f"tensor {quoted(name)} of shape {list(shape)} has no bytes, so no MTLBuffer: do not bind it",
-        nbytes=0,
+        f"tensor {quoted(name)} of shape {list(shape)} has no bytes, so no MTLBuffer: do not bind it", nbytes=0
     )
 
 

@@ -12,14 +12,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from stream_pack.errors import (
-    AlignmentError,
-    MappingInUse,
-    MetalUnavailable,
-    OptionError,
-    StateError,
-    TensorTooLarge,
-)
+from stream_pack.errors import AlignmentError, MappingInUse, MetalUnavailable, OptionError, StateError, TensorTooLarge
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device, Residency, require_own_process
@@ -69,9 +62,7 @@ def open(
         limit = min(limit, check_limit(max_buffer_length))
     if isinstance(source, Pack):
         if (verify, offset, nbytes) != ("never", 0, None):
-            raise OptionError(
-                "verify, offset and nbytes belong to stream_pack.open, which has been called"
-            )
+            raise OptionError("verify, offset and nbytes belong to stream_pack.open, which has been called")
         return Weights(source, device, limit, residency=residency, owns_pack=False)
     with ExitStack() as undo:
         pack = undo.enter_context(open_pack(source, offset=offset, nbytes=nbytes, verify=verify))
@@ -91,9 +82,7 @@ class Weights(Mapping[str, MetalView]):
     Raises (everything but :meth:`close`): StateError once closed; MetalUnavailable in a forked child.
     """
 
-    def __init__(
-        self, pack: Pack, device: Device, limit: int, *, residency: bool, owns_pack: bool
-    ) -> None:
+    def __init__(self, pack: Pack, device: Device, limit: int, *, residency: bool, owns_pack: bool) -> None:
         if pack.offset % mmap.PAGESIZE:
             raise AlignmentError(
                 f"{pack.path}: the pack begins at byte {pack.offset}, not at a multiple of {mmap.PAGESIZE}, and cannot "
@@ -109,9 +98,7 @@ class Weights(Mapping[str, MetalView]):
         self._closed = False
         # Windows are kept; buffers of single tensors live only while they are used.
         self._windows: dict[int, Buffer] = {}
-        self._own: weakref.WeakValueDictionary[tuple[int, int], Buffer] = (
-            weakref.WeakValueDictionary()
-        )
+        self._own: weakref.WeakValueDictionary[tuple[int, int], Buffer] = weakref.WeakValueDictionary()
         # The tokens of every buffer made over a range of memory: another Weights may have made more over it.
         self._made: dict[tuple[int, int], list[int]] = {}
         # For messages: the tensors that used each range of memory.
@@ -187,9 +174,7 @@ class Weights(Mapping[str, MetalView]):
             buffer = self._window(window)
             offset = view.offset - int(self._plan.begins[window])
             self._used(buffer, [tensor])
-        return MetalView(
-            view.name, view.dtype, view.shape, view.nbytes, offset, buffer, self.own_buffer
-        )
+        return MetalView(view.name, view.dtype, view.shape, view.nbytes, offset, buffer, self.own_buffer)
 
     def own_buffer(self, name: str) -> Buffer:
         """An MTLBuffer that begins with this tensor, and ends with the page where the tensor ends.

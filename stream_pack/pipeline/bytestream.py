@@ -240,9 +240,7 @@ class ByteStream:
             self.on_read(read)
         return read
 
-    def _truncated(
-        self, nbytes: int, what: str, *, ends_at: int | None = None
-    ) -> TruncatedSourceError:
+    def _truncated(self, nbytes: int, what: str, *, ends_at: int | None = None) -> TruncatedSourceError:
         end = self._fetched if ends_at is None else ends_at
         missing = self.position + nbytes - end
         return TruncatedSourceError(
@@ -275,8 +273,7 @@ def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
     if isinstance(source, int):
         fd = source
     elif isinstance(source, io.FileIO) or (
-        isinstance(source, io.BufferedReader | io.BufferedRandom)
-        and isinstance(source.raw, io.FileIO)
+        isinstance(source, io.BufferedReader | io.BufferedRandom) and isinstance(source.raw, io.FileIO)
     ):
         fd = source.fileno()
     else:
@@ -286,9 +283,7 @@ def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
     return fd, os.lseek(fd, 0, os.SEEK_CUR) if isinstance(source, int) else source.tell()
 
 
-def _reader_of_readinto(
-    readinto: Callable[[memoryview], object],
-) -> Callable[[memoryview], int]:
+def _reader_of_readinto(readinto: Callable[[memoryview], object]) -> Callable[[memoryview], int]:
     def read(memory: memoryview) -> int:
         nbytes = readinto(memory)
         if nbytes is None:
@@ -320,9 +315,7 @@ def _reader_of_read(source: BinaryReader) -> Callable[[memoryview], int]:
                 "file object"
             ) from None
         if len(given) > wanted:
-            raise SourceError(
-                f"read({wanted}) of the source gave {len(given)} bytes: it is not a binary file object"
-            )
+            raise SourceError(f"read({wanted}) of the source gave {len(given)} bytes: it is not a binary file object")
         memory[: len(given)] = given
         return len(given)
 

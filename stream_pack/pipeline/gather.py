@@ -19,9 +19,7 @@ MIN_SLAB = 1024
 """Elements of a slab that are worth a call."""
 
 
-def row_windows(
-    shape: Sequence[int], itemsize: int, window_nbytes: int
-) -> Iterator[tuple[int | slice, ...]]:
+def row_windows(shape: Sequence[int], itemsize: int, window_nbytes: int) -> Iterator[tuple[int | slice, ...]]:
     """Indices that cut an array into windows of at most ``window_nbytes`` (one element at least), in row-major order.
 
     Concatenating ``array[index].ravel()`` over all indices gives ``array.ravel()``.  An array of rank 0 has the one

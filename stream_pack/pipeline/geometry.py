@@ -43,10 +43,7 @@ class Recipe:
     def contiguous(self) -> bool:
         """Whether the bytes in the storage are the tensor's bytes already."""
         return (
-            len(self.shape) <= 1
-            and self.strides in ((), (self.itemsize,))
-            and self.swap_nbytes == 1
-            and not self.signs
+            len(self.shape) <= 1 and self.strides in ((), (self.itemsize,)) and self.swap_nbytes == 1 and not self.signs
         )
 
     @property
@@ -110,8 +107,7 @@ def recipe(
         )
     if len(dims) > MAX_RANK:
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has {len(dims)} dims that are not contiguous; the limit is {MAX_RANK}",
-            tensor=name,
+            f"tensor {quoted(name)} has {len(dims)} dims that are not contiguous; the limit is {MAX_RANK}", tensor=name
         )
     unit_nbytes, signs = sign_flips(name, dtype, conj=conj, neg=neg)
     return Recipe(
@@ -129,9 +125,7 @@ def _end(start: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
     return start + sum((dim - 1) * stride for dim, stride in zip(shape, strides)) + itemsize
 
 
-def merged(
-    shape: Sequence[int], strides: Sequence[int], itemsize: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def merged(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The fewest dims, and their strides, that visit the same elements in the same order: what :class:`Recipe` wants.
 
     Units: ``strides``, which may be negative, and ``itemsize`` count bytes.

@@ -42,9 +42,7 @@ def overlap(items: Iterator[T], *, weigh: Callable[[T], int]) -> Generator[T, No
     """
     batches: queue.Queue[list[T] | _End] = queue.Queue(DEPTH)
     stop = threading.Event()
-    thread = threading.Thread(
-        target=_run, args=(items, weigh, batches, stop), name="stream_pack-stage", daemon=True
-    )
+    thread = threading.Thread(target=_run, args=(items, weigh, batches, stop), name="stream_pack-stage", daemon=True)
     try:
         thread.start()
     except RuntimeError:
@@ -68,10 +66,7 @@ def overlap(items: Iterator[T], *, weigh: Callable[[T], int]) -> Generator[T, No
 
 
 def _run(
-    items: Iterator[T],
-    weigh: Callable[[T], int],
-    batches: queue.Queue[list[T] | _End],
-    stop: threading.Event,
+    items: Iterator[T], weigh: Callable[[T], int], batches: queue.Queue[list[T] | _End], stop: threading.Event
 ) -> None:
     error: BaseException | None = None
     batch: list[T] = []
@@ -97,9 +92,7 @@ def _run(
     _put(batches, _End(error), stop)
 
 
-def _put(
-    batches: queue.Queue[list[T] | _End], batch: list[T] | _End, stop: threading.Event
-) -> bool:
+def _put(batches: queue.Queue[list[T] | _End], batch: list[T] | _End, stop: threading.Event) -> bool:
     while not stop.is_set():
         try:
             batches.put(batch, timeout=0.1)

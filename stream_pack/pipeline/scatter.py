@@ -13,9 +13,7 @@ from stream_pack.pipeline.source import Chunk, Piece, Requests, Zeros
 __all__ = ["Scatter", "SingleBuffer", "read_ranges"]
 
 
-def read_ranges(
-    stream: ByteStream, requests: Requests, *, begin: int, chunk_nbytes: int, what: str
-) -> Iterator[Piece]:
+def read_ranges(stream: ByteStream, requests: Requests, *, begin: int, chunk_nbytes: int, what: str) -> Iterator[Piece]:
     """Every buffer in turn, from a regular file that is one storage, which starts at byte ``begin`` of ``stream``.
 
     Raises: TruncatedSourceError, which says ``what`` was read.
@@ -39,9 +37,7 @@ class Scatter:
         bounds = np.append(firsts, len(order)).tolist()
         self._requests = requests
         self._order = order
-        self._ranges = {
-            int(storage): (bounds[k], bounds[k + 1]) for k, storage in enumerate(storages[firsts])
-        }
+        self._ranges = {int(storage): (bounds[k], bounds[k + 1]) for k, storage in enumerate(storages[firsts])}
         self._passing: dict[int, _Passing] = {}
         self._unserved = len(requests)
 

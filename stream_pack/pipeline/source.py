@@ -135,11 +135,7 @@ class Source(abc.ABC):
             return Demand()
         return Demand(
             arrival=one_pass(
-                requests.storages,
-                requests.starts,
-                requests.nbytes,
-                self.catalog.derived,
-                chunk_nbytes=chunk_nbytes,
+                requests.storages, requests.starts, requests.nbytes, self.catalog.derived, chunk_nbytes=chunk_nbytes
             )
         )
 
@@ -150,8 +146,7 @@ class Source(abc.ABC):
         if row is not None:
             name = self.catalog.names[row]
             raise UnsupportedTensorError(
-                f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)",
-                tensor=name,
+                f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)", tensor=name
             )
 
     @abc.abstractmethod

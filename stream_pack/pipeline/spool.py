@@ -25,12 +25,7 @@ class Spool:
     user, as soon as it is certain that space will be taken.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str] | None,
-        *,
-        announce: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | None, *, announce: Callable[[str], None] | None = None) -> None:
         self._folder = folder
         self._announce = announce
         self._nbytes = 0
@@ -42,11 +37,7 @@ class Spool:
         Raises: LimitError when there is none.
         """
         if self._folder is None:
-            much = (
-                "disk space for all of it"
-                if nbytes is None
-                else f"up to {nbytes} bytes of disk space"
-            )
+            much = "disk space for all of it" if nbytes is None else f"up to {nbytes} bytes of disk space"
             raise LimitError(
                 f"{why}: this needs {much} temporarily, and a stream target has "
                 "no folder of its own: name one with --spool-dir (spool_dir=)",

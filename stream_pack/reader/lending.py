@@ -119,9 +119,7 @@ class Lender:
             empty.flags.writeable = writable
             return empty
         _prove(state, tensor, start, nbytes)
-        file_offset = (
-            state.contents.region_file_offset + state.contents.index.offset(tensor) + start
-        )
+        file_offset = state.contents.region_file_offset + state.contents.index.offset(tensor) + start
         mapping = state.mapping
         array = (mapping.writable_array if writable else mapping.array)(file_offset, nbytes)
         self._track(array, tensor)
@@ -168,9 +166,7 @@ class Lender:
         """Raises: FormatError when the tensor's bytes are not what its dtype and shape promise."""
         fault = self.contents.faults.get(tensor)
         if fault is not None:
-            raise FormatError(
-                f"{self.path}: tensor {quoted(name)} {fault}; .raw() returns its bytes unchanged"
-            )
+            raise FormatError(f"{self.path}: tensor {quoted(name)} {fault}; .raw() returns its bytes unchanged")
 
     def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
         key = id(array)

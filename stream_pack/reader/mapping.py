@@ -151,9 +151,7 @@ class Mapping:
         # The system refuses a private map of all: map just what is needed.
         return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
 
-    def _array(
-        self, map_: tuple[mmap.mmap, int], file_offset: int, nbytes: int
-    ) -> NDArray[np.uint8]:
+    def _array(self, map_: tuple[mmap.mmap, int], file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         mapped, delta = map_
         try:
             return _array(mapped, delta + file_offset, nbytes)

@@ -77,9 +77,7 @@ def open(
 def _open(file: FileRange, origin: _Origin) -> Pack:
     if origin.kind != "pack":
         if origin.verify != "never":
-            raise RawPayloadError(
-                "a raw payload has no checksums: there is nothing to verify it against"
-            )
+            raise RawPayloadError("a raw payload has no checksums: there is nothing to verify it against")
         contents = read_payload(file, KINDS[origin.kind])
     else:
         head = read_head(file)
@@ -118,17 +116,9 @@ class _Origin:
 
 
 def _reopen(origin: _Origin) -> Pack:
-    pack = open(
-        origin.path,
-        offset=origin.offset,
-        nbytes=origin.nbytes,
-        verify=origin.verify,
-        kind=origin.kind,
-    )
+    pack = open(origin.path, offset=origin.offset, nbytes=origin.nbytes, verify=origin.verify, kind=origin.kind)
     if pack._origin.identity != origin.identity:
-        raise StateError(
-            f"{origin.path} was changed or replaced since it was opened: open it again"
-        )
+        raise StateError(f"{origin.path} was changed or replaced since it was opened: open it again")
     return pack
 
 

@@ -67,9 +67,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
     """
     header = read_header(file)
     if header.kind is not kind:
-        raise NotAPackError(
-            f"expected a payload of kind {kind.name!r}, found the header of {header.kind.name!r}"
-        )
+        raise NotAPackError(f"expected a payload of kind {kind.name!r}, found the header of {header.kind.name!r}")
     survey = survey_payload(MappedFile(file))
     if survey.fatal_fault is not None:
         raise FormatError(survey.fatal_fault.text)

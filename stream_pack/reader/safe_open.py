@@ -23,10 +23,7 @@ _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
 def load_file(
-    path: str | os.PathLike[str],
-    *,
-    names: Iterable[str] | None = None,
-    device: str | torch.device = "cpu",
+    path: str | os.PathLike[str], *, names: Iterable[str] | None = None, device: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
     """The tensors of a pack by name: all in file order, or ``names`` in that order.
 
@@ -40,9 +37,7 @@ def load_file(
         return {view.name: _on(view.torch(), device) for view in views}
 
 
-def safe_open(
-    path: str | os.PathLike[str], framework: str = "pt", device: str | torch.device = "cpu"
-) -> SafeOpen:
+def safe_open(path: str | os.PathLike[str], framework: str = "pt", device: str | torch.device = "cpu") -> SafeOpen:
     """Open a pack as ``safetensors.safe_open`` opens its files; the result is a context manager.
 
     ``framework``: ``"pt"`` for torch tensors, ``"np"`` for NumPy arrays; both in place and copy-on-write.
@@ -86,9 +81,7 @@ class SafeOpen:
         """The tensor, in place; on a device other than the CPU, a copy."""
         return self._convert(self._pack[name])
 
-    def get_tensors(
-        self, names: Iterable[str] | None = None
-    ) -> dict[str, torch.Tensor | NDArray[Any]]:
+    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor | NDArray[Any]]:
         """The tensors of ``names``, or all."""
         return {name: self.get_tensor(name) for name in (self._pack if names is None else names)}
 

@@ -35,9 +35,7 @@ class Storages:
         known = self._known.get(buffer)
         if known is not None:
             # As torch.multiprocessing does: None once the storage is freed.
-            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
-                known.cdata
-            )
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
             if storage is not None:
                 return storage
         storage = torch.frombuffer(make(), dtype=torch.uint8).untyped_storage()
@@ -55,20 +53,14 @@ def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[i
     known = DTYPES[BY_NAME[dtype]] if dtype in BY_NAME else None
     found = None if known is None else getattr(torch, known.torch or "", None)
     if known is None or not isinstance(found, torch.dtype):
-        raise TypeError(
-            f"torch {torch.__version__} has no dtype {quoted(dtype)}: use .raw() for the bytes"
-        )
+        raise TypeError(f"torch {torch.__version__} has no dtype {quoted(dtype)}: use .raw() for the bytes")
     if known.torch_pairs:
         shape = (*shape[:-1], shape[-1] // 2)
     return found, shape
 
 
 def tensor_of(
-    storage: torch.UntypedStorage,
-    start: int,
-    nbytes: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
+    storage: torch.UntypedStorage, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
     """A tensor over ``nbytes`` bytes from ``start``; a copy if they are misaligned."""
     import torch

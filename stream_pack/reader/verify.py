@@ -71,9 +71,7 @@ def verify(
         return _verify(file, jobs, progress, contained=offset != 0 or nbytes is not None)
 
 
-def _verify(
-    file: FileRange, jobs: int | None, progress: Progress | None, *, contained: bool
-) -> VerifyReport:
+def _verify(file: FileRange, jobs: int | None, progress: Progress | None, *, contained: bool) -> VerifyReport:
     try:
         head = read_head(file)
     except NewerVersionError:
@@ -91,9 +89,7 @@ def _verify(
     try:
         prove_length(head, file.available, contained=contained)
     except TruncatedError as error:
-        return hiding_the_rest(
-            Damage("length", file.available, head.pack_nbytes, error), tensors=len(head.index)
-        )
+        return hiding_the_rest(Damage("length", file.available, head.pack_nbytes, error), tensors=len(head.index))
     except TrailingBytesError as error:
         damages.append(Damage("length", head.pack_nbytes, file.available, error))
     mapping = Mapping(file, head.pack_nbytes)
@@ -109,9 +105,7 @@ def _verify_inside(
         return _verify(part, jobs, progress, contained=True)
 
 
-def verify_mapped(
-    mapping: Mapping, head: Head, *, jobs: int | None, progress: Progress | None
-) -> VerifyReport:
+def verify_mapped(mapping: Mapping, head: Head, *, jobs: int | None, progress: Progress | None) -> VerifyReport:
     """Verify a pack whose head and length are proved.
 
     Raises: OptionError, LimitError for ``jobs``; NewerVersionError for the footer; StateError when another thread
@@ -168,9 +162,7 @@ def _order_damages(head: Head) -> Iterator[Damage]:
             pair = before.decode(), after.decode()
             text = f"index: the names {quoted(pair[0])} and {quoted(pair[1])} {what}"
             yield Damage("names", begin, end, FormatError(text), tensors=pair)
-    keys = (
-        index.ragged_notes.row(row).tobytes() for row in range(0, 2 * len(index.note_tensors), 2)
-    )
+    keys = (index.ragged_notes.row(row).tobytes() for row in range(0, 2 * len(index.note_tensors), 2))
     notes = zip(index.note_tensors.tolist(), keys)
     for (tensor, key), (next_tensor, next_key) in pairwise(notes):
         if tensor == next_tensor and key >= next_key:
@@ -224,9 +216,7 @@ def _filled(mapping: Mapping, begin: int, end: int, part: str) -> Iterator[Damag
         yield Damage("padding", first, last + 1, FormatError(text))
 
 
-def _block_damages(
-    mapping: Mapping, head: Head, jobs: int, progress: Progress | None
-) -> Iterator[Damage]:
+def _block_damages(mapping: Mapping, head: Head, jobs: int, progress: Progress | None) -> Iterator[Damage]:
     index = head.index
     checksums = block_checksums(mapping, head)
     step = max(1, min(TASK_BLOCKS, TASK_NBYTES // index.block_nbytes))
@@ -246,10 +236,7 @@ def _block_damages(
 
 
 def _in_threads(
-    task: Callable[[int, int], list[tuple[int, int]]],
-    starts: Sequence[int],
-    ends: Sequence[int],
-    jobs: int,
+    task: Callable[[int, int], list[tuple[int, int]]], starts: Sequence[int], ends: Sequence[int], jobs: int
 ) -> Iterator[list[tuple[int, int]]]:
     """The results, in order."""
     if jobs == 1 or len(starts) == 1:

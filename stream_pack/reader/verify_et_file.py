@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stream_pack.errors import (
-    FormatError,
-    NewerVersionError,
-    NotAPackError,
-    RawPayloadError,
-    TruncatedError,
-)
+from stream_pack.errors import FormatError, NewerVersionError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.et_files.constants import Fault
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.header_kinds import KINDS
@@ -23,9 +17,7 @@ from stream_pack.text import counted
 __all__ = ["verify_exported"]
 
 
-def verify_exported(
-    file: FileRange, verify_pack: Callable[[int, int], VerifyReport]
-) -> VerifyReport:
+def verify_exported(file: FileRange, verify_pack: Callable[[int, int], VerifyReport]) -> VerifyReport:
     """All faults of a program, raw payload or data file, and all damage to packs inside it.
 
     ``verify_pack(offset, nbytes)`` verifies the pack there.
@@ -68,9 +60,7 @@ def _nothing_to_verify_against(survey: Survey, packs: int) -> RawPayloadError:
     return RawPayloadError(text)
 
 
-def _packs(
-    survey: Survey, verify_pack: Callable[[int, int], VerifyReport]
-) -> Iterator[VerifyReport]:
+def _packs(survey: Survey, verify_pack: Callable[[int, int], VerifyReport]) -> Iterator[VerifyReport]:
     """The reports of packs inside, with offsets that count from the first byte of the outer file."""
     for payload in survey.payloads:
         if payload.kind != "pack":
@@ -86,9 +76,7 @@ def _packs(
 
 def _damage(fault: Fault, file: FileRange) -> Damage:
     if fault.part == "length":
-        error: FormatError = TruncatedError(
-            fault.text, expected_nbytes=fault.file_end, actual_nbytes=file.available
-        )
+        error: FormatError = TruncatedError(fault.text, expected_nbytes=fault.file_end, actual_nbytes=file.available)
     else:
         error = FormatError(f"{fault.text} (bytes {fault.file_begin} to {fault.file_end})")
     return Damage(fault.part, fault.file_begin, fault.file_end, error, tensors=fault.names)

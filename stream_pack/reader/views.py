@@ -55,9 +55,7 @@ class View:
 
     def raw(self) -> memoryview:
         """The bytes, read-only: elements in row-major order, little-endian."""
-        return memoryview(
-            self._lender.array(self._tensor, self._start, self.nbytes, writable=False)
-        )
+        return memoryview(self._lender.array(self._tensor, self._start, self.nbytes, writable=False))
 
     def numpy(self, *, writable: bool = False) -> NDArray[Any]:
         """The array, read-only; with ``writable``, in copy-on-write memory: the file never changes.
@@ -70,9 +68,7 @@ class View:
         array = self._lender.array(self._tensor, self._start, self.nbytes, writable=writable)
         return array.view(dtype).reshape(self.shape)
 
-    def __array__(
-        self, dtype: np.dtype[Any] | None = None, *, copy: bool | None = None
-    ) -> NDArray[Any]:
+    def __array__(self, dtype: np.dtype[Any] | None = None, *, copy: bool | None = None) -> NDArray[Any]:
         """For ``np.asarray(view)``: :meth:`numpy`."""
         array = self.numpy()
         if copy is False and dtype not in (None, array.dtype):
@@ -167,11 +163,7 @@ class TensorSlice:
             )
         begin, nbytes = first * bits // 8, count * bits // 8
         part = replace(
-            view,
-            shape=shape,
-            nbytes=nbytes,
-            offset=view.offset + begin,
-            file_offset=view.file_offset + begin,
+            view, shape=shape, nbytes=nbytes, offset=view.offset + begin, file_offset=view.file_offset + begin
         )
         return _lent(part, view._lender, view._tensor, view._start + begin)
 
@@ -209,9 +201,7 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
                 )
             begin, step, whole, dims = number % dim, 1, dim == 1, []
         if step != 1 or (not whole and math.prod(kept) != 1):
-            raise IndexError(
-                f"tensor {quoted(name)}: the part is not contiguous; slice .numpy() or .torch() instead"
-            )
+            raise IndexError(f"tensor {quoted(name)}: the part is not contiguous; slice .numpy() or .torch() instead")
         first = first * dim + begin
         kept += dims
     return first, tuple(kept)
@@ -244,8 +234,6 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise TypeError(
-            f"NumPy has no dtype {quoted(name)}: install ml_dtypes, or use .raw() or .torch()"
-        ) from None
+        raise TypeError(f"NumPy has no dtype {quoted(name)}: install ml_dtypes, or use .raw() or .torch()") from None
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known.ml_dtypes))
     return dtype

@@ -23,9 +23,7 @@ class DataSectionSource(Source):
     Lifetime: owns ``stream``.
     """
 
-    def __init__(
-        self, stream: ByteStream, catalog: Catalog, *, kind: str, data_begin: int, data_nbytes: int
-    ) -> None:
+    def __init__(self, stream: ByteStream, catalog: Catalog, *, kind: str, data_begin: int, data_nbytes: int) -> None:
         super().__init__(catalog, Traits(kind, chooses_order=stream.regular_file is not None))
         self._stream = stream
         self._data_begin = data_begin
@@ -38,9 +36,7 @@ class DataSectionSource(Source):
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         chunk_nbytes = options.chunk_nbytes
         if self._stream.regular_file is not None:
-            yield from read_ranges(
-                self._stream, requests, begin=self._data_begin, chunk_nbytes=chunk_nbytes, what=DATA
-            )
+            yield from read_ranges(self._stream, requests, begin=self._data_begin, chunk_nbytes=chunk_nbytes, what=DATA)
             return
         scatter = Scatter(requests)
         if self._data_nbytes:

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from stream_pack.errors import (
-    OptionError,
-    RawPayloadError,
-    SourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import OptionError, RawPayloadError, SourceError, UnsupportedCheckpointError
 from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
@@ -29,9 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Convertible", "list_keys", "open_source", "open_within"]
 
-Convertible: TypeAlias = (
-    "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
-)
+Convertible: TypeAlias = "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
 """A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
 a mapping of names to tensors or arrays, a module, or a source.
 """
@@ -74,11 +67,7 @@ def open_source(
 
 
 def open_within(
-    path: str | os.PathLike[str],
-    offset: int,
-    *,
-    spool: Spool | None = None,
-    max_memory: int | None = None,
+    path: str | os.PathLike[str], offset: int, *, spool: Spool | None = None, max_memory: int | None = None
 ) -> Source:
     """Open what begins at byte ``offset`` of a regular file; bytes may follow a pack there.
 
@@ -90,9 +79,7 @@ def open_within(
     return opening.stream(stream)
 
 
-def list_keys(
-    source: Convertible, *, spool_dir: str | os.PathLike[str] | None = None
-) -> list[KeySummary]:
+def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None = None) -> list[KeySummary]:
     """List the keys of a checkpoint that hold tensors: what ``key`` of :func:`stream_pack.convert` can choose.
 
     Nested dicts and lists are followed two levels down, up to 1,000 rows.  A source that does not nest its tensors has

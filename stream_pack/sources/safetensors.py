@@ -11,12 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from stream_pack.errors import (
-    StreamPackError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-    UnsupportedTensorError,
-)
+from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_SAFETENSORS
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
@@ -121,9 +116,7 @@ def _read_header(stream: ByteStream, watch: MemoryWatch) -> bytes:
 def _parse(header: bytes) -> tuple[list[_Entry], dict[str, str]]:
     """The tensors by data offset, then name, and the metadata; no relation between tensors is checked."""
     try:
-        parsed = json.loads(
-            header.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant
-        )
+        parsed = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except StreamPackError:
         raise
     except (ValueError, RecursionError) as error:
@@ -149,9 +142,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(text: str) -> object:
-    raise UnsupportedCheckpointError(
-        f"the safetensors header holds {quoted(text)}, which is not JSON"
-    )
+    raise UnsupportedCheckpointError(f"the safetensors header holds {quoted(text)}, which is not JSON")
 
 
 def _check_metadata(metadata: object) -> dict[str, str]:
@@ -195,17 +186,14 @@ def _entry(name: str, value: object) -> _Entry:
     number = BY_SAFETENSORS.get(dtype)
     if number is None:
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has the safetensors dtype {quoted(dtype)}, which a pack cannot hold",
-            tensor=name,
+            f"tensor {quoted(name)} has the safetensors dtype {quoted(dtype)}, which a pack cannot hold", tensor=name
         )
     return _Entry(name, number, shape, *offsets)
 
 
 def _are_lengths(values: object) -> TypeGuard[list[int]]:
     # type() is int: True is an int to isinstance.
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value <= MAX_NBYTES for value in values
-    )
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_NBYTES for value in values)
 
 
 def _check_offsets(entries: list[_Entry]) -> int:

@@ -193,11 +193,7 @@ def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bo
 
 def _open(source: Convertible, options: ConvertOptions, spool: Spool | None = None) -> Source:
     return open_source(
-        source,
-        key=options.key,
-        ignore_unknown=options.ignore_unknown,
-        spool=spool,
-        max_memory=options.max_memory,
+        source, key=options.key, ignore_unknown=options.ignore_unknown, spool=spool, max_memory=options.max_memory
     )
 
 

@@ -102,9 +102,7 @@ class Writer(UnfinishedPack):
         alignment: Alignment = DEFAULT_ALIGNMENT,
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        options = ConvertOptions(
-            to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
-        )
+        options = ConvertOptions(to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes)
         catalog = specified(specs, metadata)
         super().__init__(open_sink(target), catalog, options)
         buffers = self._pack.head.index.tensor_buffers.tolist()
@@ -135,9 +133,7 @@ class Writer(UnfinishedPack):
     def _take(self, name: str) -> int:
         """The buffer of the tensor, if it may be written now."""
         if name not in self._buffers:
-            raise UnknownTensorError(
-                f"no tensor {quoted(name)} in the specs of this Writer", tensor=name
-            )
+            raise UnknownTensorError(f"no tensor {quoted(name)} in the specs of this Writer", tensor=name)
         buffer = self._buffers[name]
         if buffer == NO_BUFFER:
             return buffer
@@ -145,9 +141,7 @@ class Writer(UnfinishedPack):
             raise StateError(f"tensor {quoted(name)} was written before")
         turn = next(iter(self._left))
         if self._sink.in_order and name != turn:
-            raise StateError(
-                f"tensor {quoted(name)} is out of order: a stream takes {quoted(turn)} next"
-            )
+            raise StateError(f"tensor {quoted(name)} is out of order: a stream takes {quoted(turn)} next")
         del self._left[name]
         return buffer
 
@@ -214,8 +208,7 @@ def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
         shape = [operator.index(dim) for dim in spec.shape]
     except TypeError:
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has shape {spec.shape!r}: expected a sequence of whole numbers",
-            tensor=name,
+            f"tensor {quoted(name)} has shape {spec.shape!r}: expected a sequence of whole numbers", tensor=name
         ) from None
     text = str(spec.dtype).removeprefix("torch.")
     if isinstance(spec.dtype, type):  # np.float32, ml_dtypes.bfloat16
@@ -224,11 +217,8 @@ def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
         return dtypes.BY_NAME[text], shape
     if text in dtypes.BY_TORCH:  # float4_e2m1fn_x2: torch counts pairs
         if not shape:
-            raise UnsupportedTensorError(
-                f"tensor {quoted(name)}: {text} needs at least one dim", tensor=name
-            )
+            raise UnsupportedTensorError(f"tensor {quoted(name)}: {text} needs at least one dim", tensor=name)
         return dtypes.BY_TORCH[text], [*shape[:-1], 2 * shape[-1]]
     raise UnsupportedTensorError(
-        f"tensor {quoted(name)} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}",
-        tensor=name,
+        f"tensor {quoted(name)} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}", tensor=name
     )

@@ -71,9 +71,7 @@ class ConvertOptions:
         for name, function in (("progress", self.progress), ("announce", self.announce)):
             if function is not None and not callable(function):
                 raise _wrong(name, function, "a function")
-        policy = Policy(
-            alignment=self.alignment, block_nbytes=self.block_nbytes, allow_blowup=self.allow_blowup
-        )
+        policy = Policy(alignment=self.alignment, block_nbytes=self.block_nbytes, allow_blowup=self.allow_blowup)
         selection = Selection(
             include=_patterns("include", self.include),
             exclude=_patterns("exclude", self.exclude),
@@ -104,8 +102,7 @@ def _wrong(name: str, value: object, expected: str) -> OptionError:
 
 def _check_metadata(metadata: object) -> None:
     if metadata is not None and not (
-        isinstance(metadata, Mapping)
-        and all(isinstance(text, str) for pair in metadata.items() for text in pair)
+        isinstance(metadata, Mapping) and all(isinstance(text, str) for pair in metadata.items() for text in pair)
     ):
         raise _wrong("metadata", metadata, "a mapping of text to text")
 
@@ -123,8 +120,7 @@ def _renames(given: object) -> tuple[Callable[[str], str], ...]:
         expected = "'s/REGEX/REPLACEMENT/', a function from name to name, or several"
         raise _wrong("rename", given, expected)
     return tuple(
-        Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item)
-        for item in renames
+        Rename.parse(item) if isinstance(item, str) else cast("Callable[[str], str]", item) for item in renames
     )
 
 

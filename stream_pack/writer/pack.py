@@ -121,13 +121,7 @@ def write_pack(
 
 
 def _stream(
-    source: Source,
-    writer: PackWriter,
-    sink: Sink,
-    limits: Budget,
-    *,
-    spool: Spool,
-    progress: Progress | None,
+    source: Source, writer: PackWriter, sink: Sink, limits: Budget, *, spool: Spool, progress: Progress | None
 ) -> None:
     """Read, hash and write the region, in as many threads as ``limits`` allows."""
     requests = requests_of(writer.layout)

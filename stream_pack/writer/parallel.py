@@ -78,9 +78,7 @@ class ParallelWriter(UnfinishedPack):
         alignment: Alignment = DEFAULT_ALIGNMENT,
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
-        options = ConvertOptions(
-            to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes
-        )
+        options = ConvertOptions(to=to, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes)
         catalog = specified(specs, metadata)
         sink = FileSink(path)
         super().__init__(sink, catalog, options)
@@ -176,9 +174,7 @@ class PartWriter:
             raise UnknownTensorError(f"no tensor {quoted(name)} in this pack", tensor=name)
         nbytes, buffer = int(index.tensor_nbytes[tensor]), int(index.tensor_buffers[tensor])
         if not 0 <= begin <= nbytes:
-            raise SourceError(
-                f"tensor {quoted(name)} has {nbytes} bytes: no range can begin at byte {begin}"
-            )
+            raise SourceError(f"tensor {quoted(name)} has {nbytes} bytes: no range can begin at byte {begin}")
         file_offset = 0 if buffer == NO_BUFFER else _file_offset(self._head, buffer)
         hasher = BlockHasher(index.block_nbytes)
         skip = -begin % index.block_nbytes  # the rest of a block that began earlier

@@ -127,9 +127,7 @@ def _spool_nbytes(source: Source, layout: Layout, *, chunk_nbytes: int, in_order
     return demand.spool_nbytes + waiting_nbytes(demand.arrival, requests.nbytes)
 
 
-def _sizes_of(
-    source: Source, catalog: Catalog, layout: Layout, encoded: EncodedHead, front: Front
-) -> Sizes:
+def _sizes_of(source: Source, catalog: Catalog, layout: Layout, encoded: EncodedHead, front: Front) -> Sizes:
     return Sizes(
         source_kind=source.traits.kind,
         tensors=len(catalog),

@@ -130,9 +130,7 @@ def weight(piece: Piece) -> int:
     return 0 if isinstance(piece[1], Zeros) else len(piece[1])
 
 
-def in_turn(
-    pieces: Iterator[Piece], nbytes: NDArray[np.int64], spool: Spool, *, chunk_nbytes: int
-) -> Iterator[Piece]:
+def in_turn(pieces: Iterator[Piece], nbytes: NDArray[np.int64], spool: Spool, *, chunk_nbytes: int) -> Iterator[Piece]:
     """The pieces in the order of the buffers; what comes before its turn waits in the spool.
 
     Raises: LimitError when something has to wait and there is no place for the spool.
@@ -144,8 +142,7 @@ def in_turn(
             if buffer != turn:
                 if buffer not in early:
                     early[buffer] = spool.open(
-                        why="the source's bytes come in another order than the pack's",
-                        nbytes=int(nbytes[turn:].sum()),
+                        why="the source's bytes come in another order than the pack's", nbytes=int(nbytes[turn:].sum())
                     )
                 _append(early[buffer], chunk)
                 continue

@@ -73,11 +73,7 @@ class Sink(abc.ABC):
         """
         if isinstance(chunk, Zeros) or len(chunk) == 0:
             return
-        if (
-            position != self._end
-            or self._end - self._begin >= BATCH_NBYTES
-            or len(self._parts) >= BATCH_PARTS
-        ):
+        if position != self._end or self._end - self._begin >= BATCH_NBYTES or len(self._parts) >= BATCH_PARTS:
             self.flush()
         if not self._parts:
             self._begin = position
@@ -198,9 +194,7 @@ class StreamSink(Sink):
 
     def put(self, position: int, chunk: Chunk) -> None:
         if position < self._end:
-            raise StateError(
-                f"a stream cannot be written backwards: byte {position} after byte {self._end} was sent"
-            )
+            raise StateError(f"a stream cannot be written backwards: byte {position} after byte {self._end} was sent")
         super().put(position, chunk)
 
     def _write(self, position: int, parts: list[memoryview]) -> None:
@@ -251,9 +245,7 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
         return FileSink(target)
     if isinstance(target, (int, BinaryWriter)):
         return StreamSink(target)
-    raise TypeError(
-        f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object"
-    )
+    raise TypeError(f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object")
 
 
 def file_identity(file: object) -> tuple[int, int] | None:

@@ -56,24 +56,17 @@ def test_dtypes_are_set_by_the_first_rule_that_matches(source: Path) -> None:
 @pytest.mark.parametrize(
     ("to", "begins"), [("mps", b"\0\0\0\0MP00"), ("xnnpack", b"\0\0\0\0XH00"), ("ptd", b"FT01FH01")]
 )
-def test_a_pack_can_be_made_for_a_delegate_or_a_runtime(
-    source: Path, to: str, begins: bytes
-) -> None:
+def test_a_pack_can_be_made_for_a_delegate_or_a_runtime(source: Path, to: str, begins: bytes) -> None:
     packed = convert(source, "--to", to)
     assert begins in source.with_suffix(".pack").read_bytes()[:12]
     assert torch.equal(packed["module.w"], WEIGHTS["module.w"])
     again = source.with_name("again.pack")
-    assert (
-        main(["convert", "--quiet", "--to", "mps", str(source.with_suffix(".pack")), str(again)])
-        == 0
-    )
+    assert main(["convert", "--quiet", "--to", "mps", str(source.with_suffix(".pack")), str(again)]) == 0
     convert(source)
     assert again.read_bytes() == source.with_suffix(".pack").read_bytes()
 
 
-def test_an_unknown_target_format_is_wrong_usage(
-    source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_target_format_is_wrong_usage(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(source), str(source.with_name("a")), "--to", "pte"]) == 2
     assert "invalid choice: 'pte'" in capsys.readouterr().err
 
@@ -106,24 +99,18 @@ def test_an_option_that_means_nothing_is_wrong_usage(
     assert not target.exists()
 
 
-def test_patterns_that_leave_nothing_are_the_inputs_fault(
-    source: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_patterns_that_leave_nothing_are_the_inputs_fault(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(source), str(source) + ".pack", "--include", "w"]) == 3
     assert "'module.w'" in capfd.readouterr().err
 
 
-def test_memory_that_cannot_be_enough_is_refused_at_once(
-    source: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_that_cannot_be_enough_is_refused_at_once(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(source), str(source) + ".pack", "--max-memory", "1M"]) == 3
     assert "takes at least" in capfd.readouterr().err
     assert not Path(str(source) + ".pack").exists()
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(
-    source: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_prints_the_plan_and_writes_nothing(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = sorted(os.listdir(source.parent))
     target = source.with_suffix(".pack")
     assert main(["convert", "--dry-run", str(source), str(target), "--dtype", "*w=f16"]) == 0
@@ -134,9 +121,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert sorted(os.listdir(source.parent)) == before
 
 
-def test_a_dry_run_for_machines_predicts_the_length(
-    source: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_for_machines_predicts_the_length(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = source.with_suffix(".pack")
     assert main(["convert", "--dry-run", "--json", str(source), str(target)]) == 0
     plan = json.loads(capfd.readouterr().out)
@@ -154,9 +139,7 @@ def test_a_dry_run_needs_only_the_head_of_a_pipe_and_leaves_stdout_alone() -> No
 
 
 def test_casting_to_bfloat16_does_not_load_torch_where_ml_dtypes_is_installed(source: Path) -> None:
-    loaded = loaded_by(
-        *run_module("convert", "--quiet", "--dtype", "bf16", str(source), str(source) + ".pack")
-    )
+    loaded = loaded_by(*run_module("convert", "--quiet", "--dtype", "bf16", str(source), str(source) + ".pack"))
     assert "ml_dtypes" in loaded
     assert "torch" not in loaded
 
@@ -185,7 +168,5 @@ def test_disk_space_that_a_pipe_needs_is_announced_before_the_pack_begins(tmp_pa
     assert "up to 234 KiB of disk space will be taken temporarily" in first
     assert str(tmp_path) in first
     assert "234 KiB spooled" in last
-    done = subprocess.run(
-        [*argv, "--quiet"], input=buffer.getvalue(), capture_output=True, check=True
-    )
+    done = subprocess.run([*argv, "--quiet"], input=buffer.getvalue(), capture_output=True, check=True)
     assert done.stderr == b""

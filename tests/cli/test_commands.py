@@ -82,9 +82,7 @@ def run(
 
 def without(descriptor: int, *argv: str | Path) -> subprocess.CompletedProcess[bytes]:
     """Run a program that starts without a standard descriptor."""
-    return subprocess.run(
-        ["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *argv], capture_output=True, check=False
-    )
+    return subprocess.run(["sh", "-c", f'exec "$@" {descriptor}>&-', "sh", *argv], capture_output=True, check=False)
 
 
 def assert_holds(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -116,9 +114,7 @@ def test_a_checkpoint_becomes_a_pack_and_one_line_says_what_was_done(
     assert err.count("\n") == 1
 
 
-def test_a_pipe_gives_the_same_bytes_as_a_file_and_stdout_carries_nothing_else(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_pipe_gives_the_same_bytes_as_a_file_and_stdout_carries_nothing_else(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     assert main(["convert", "--quiet", str(source), str(target)]) == 0
     piped = run("convert", "-", "-", stdin=source.read_bytes())
@@ -128,15 +124,11 @@ def test_a_pipe_gives_the_same_bytes_as_a_file_and_stdout_carries_nothing_else(
 
 
 @pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
-def test_what_torch_saves_to_its_stdout_is_packed_from_the_pipe(
-    unbuffered: str, tmp_path: Path
-) -> None:
+def test_what_torch_saves_to_its_stdout_is_packed_from_the_pipe(unbuffered: str, tmp_path: Path) -> None:
     program = "import sys, torch; torch.save({'w': torch.arange(300_000.)}, sys.stdout.buffer)"
     target = tmp_path / "target"
     with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
     ) as producer:
         assert producer.stdout is not None
         assert run("convert", "-", target, stdin=producer.stdout.fileno()).returncode == 0
@@ -165,19 +157,13 @@ def test_quiet_says_nothing_when_all_is_well(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_report_is_json_on_stdout(
-    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_json_on_stdout(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "target"
     assert main(["convert", "--json", str(source), str(target)]) == 0
     out, err = capfd.readouterr()
     report = json.loads(out)
     assert err == ""
-    assert (report["tensors"], report["source_nbytes"], report["target_nbytes"]) == (
-        2,
-        30,
-        target.stat().st_size,
-    )
+    assert (report["tensors"], report["source_nbytes"], report["target_nbytes"]) == (2, 30, target.stat().st_size)
 
 
 def test_the_report_is_json_on_stderr_when_stdout_carries_the_pack(
@@ -257,9 +243,7 @@ def test_usage_shows_what_the_user_can_type(capfd: pytest.CaptureFixture[str]) -
     assert run("verify").stderr.startswith(b"usage: python -m stream_pack verify ")
 
 
-def test_the_usage_for_an_unknown_option_is_that_of_its_command(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_usage_for_an_unknown_option_is_that_of_its_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "a", "--include", "w"]) == 2
     err = capfd.readouterr().err
     assert err.startswith("usage: stream-pack verify ")
@@ -267,9 +251,7 @@ def test_the_usage_for_an_unknown_option_is_that_of_its_command(
 
 
 @pytest.mark.parametrize("closed", [0, 1])
-def test_a_closed_descriptor_is_no_file_to_read_from_or_write_to(
-    closed: int, source: Path, tmp_path: Path
-) -> None:
+def test_a_closed_descriptor_is_no_file_to_read_from_or_write_to(closed: int, source: Path, tmp_path: Path) -> None:
     argv: list[str | Path] = ["-", tmp_path / "target"] if closed == 0 else [source, "-"]
     done = without(closed, *COMMAND, "convert", *argv)
     assert done.returncode == 2
@@ -278,9 +260,7 @@ def test_a_closed_descriptor_is_no_file_to_read_from_or_write_to(
 
 
 @pytest.mark.parametrize("closed", [0, 1, 2])
-def test_a_closed_descriptor_that_is_not_needed_does_no_harm(
-    closed: int, source: Path, tmp_path: Path
-) -> None:
+def test_a_closed_descriptor_that_is_not_needed_does_no_harm(closed: int, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     assert without(closed, *COMMAND, "convert", source, target).returncode == 0
     assert_holds(target, WEIGHTS)
@@ -292,9 +272,7 @@ def test_no_file_takes_the_number_of_a_closed_descriptor(closed: int) -> None:
     assert without(closed, sys.executable, "-c", program).returncode > 2
 
 
-def test_a_report_that_cannot_be_printed_is_no_surprise_at_the_end(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_report_that_cannot_be_printed_is_no_surprise_at_the_end(source: Path, tmp_path: Path) -> None:
     done = without(1, *COMMAND, "convert", "--json", source, tmp_path / "target")
     assert done.returncode == 2
     assert_one_line(done.stderr.decode(), "stdout is closed")
@@ -330,10 +308,7 @@ def test_a_terminal_is_no_place_for_binary_data(source: Path, tmp_path: Path) ->
         (b"\1\2\3\4", ["01 02 03 04"]),
         (torch_bytes(WEIGHTS)[:-1], ["end"]),
         (torch_bytes(WEIGHTS) + b"\0", ["trailing", "end"]),
-        (
-            torch_bytes(WEIGHTS).replace(bytes.fromhex("0000803f"), bytes.fromhex("0000903f"), 1),
-            ["'w'", "CRC"],
-        ),
+        (torch_bytes(WEIGHTS).replace(bytes.fromhex("0000803f"), bytes.fromhex("0000903f"), 1), ["'w'", "CRC"]),
         (torch_bytes({"m": torch.ones(2).to_sparse()}), ["'m'", "sparse"]),
     ],
     ids=lambda value: repr(value[-12:]) if isinstance(value, bytes) else "",
@@ -381,19 +356,11 @@ def torch_script() -> bytes:
 @pytest.mark.parametrize("piped", [False, True], ids=["file", "pipe"])
 @pytest.mark.parametrize(
     ("make", "words"),
-    [
-        (tarred, ["tar"]),
-        (npz, ["NumPy", "npz"]),
-        (torch_script, ["TorchScript", "state_dict()"]),
-    ],
+    [(tarred, ["tar"]), (npz, ["NumPy", "npz"]), (torch_script, ["TorchScript", "state_dict()"])],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_archives_of_other_kinds_are_exit_code_3_with_their_name_and_advice_in_one_line(
-    make: Callable[[], bytes],
-    words: list[str],
-    piped: bool,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    make: Callable[[], bytes], words: list[str], piped: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     content = make()
@@ -457,11 +424,7 @@ def test_empty_input_from_a_pipe_leaves_no_file(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_path_that_cannot_be_read_is_shown_as_it_was_given(
-    argv: list[str],
-    reason: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
@@ -500,9 +463,7 @@ def test_a_full_disk_is_exit_code_4_and_leaves_the_old_target(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["source", "target"]
 
 
-@pytest.mark.skipif(
-    not Path("/dev/full").exists(), reason="a device that is always full is Linux's"
-)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full is Linux's")
 def test_a_stream_that_takes_no_more_is_exit_code_4(source: Path) -> None:
     with Path("/dev/full").open("wb", buffering=0) as full:
         done = run("convert", source, "-", stdout=full.fileno())
@@ -514,9 +475,7 @@ def test_a_stream_that_takes_no_more_is_exit_code_4(source: Path) -> None:
 
 
 @contextmanager
-def halfway(
-    target: Path, *, ignoring: Sequence[signal.Signals] = ()
-) -> Iterator[subprocess.Popen[bytes]]:
+def halfway(target: Path, *, ignoring: Sequence[signal.Signals] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """A conversion of LONG from a pipe that has written some of its output, and now waits for more input."""
 
     def set_signals() -> None:
@@ -540,9 +499,7 @@ def halfway(
         yield process
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_conversion_that_is_interrupted_leaves_the_old_target_and_nothing_else(
     signum: signal.Signals, code: int, tmp_path: Path
 ) -> None:
@@ -585,9 +542,7 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word(
     stream_pack.save_file({f"{'layers.' * 16}{k}": torch.ones(256) for k in range(1000)}, source)
     argv: list[str | Path] = [*COMMAND, command, source, *(["-"] if command == "convert" else [])]
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    with subprocess.Popen(
-        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    ) as process:
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert len(process.stdout.read(10)) == 10
@@ -659,9 +614,7 @@ def test_progress_degrades_when_tqdm_is_absent(monkeypatch: pytest.MonkeyPatch) 
     assert set(terminal.getvalue()) <= set("\r ")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "stream"), [(False, Terminal()), (True, io.StringIO()), (True, None)]
-)
+@pytest.mark.parametrize(("wanted", "stream"), [(False, Terminal()), (True, io.StringIO()), (True, None)])
 def test_nobody_looks_so_nothing_is_shown(
     wanted: bool, stream: io.StringIO | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -673,9 +626,7 @@ def test_nobody_looks_so_nothing_is_shown(
 # inspect and verify
 
 
-def test_inspect_lists_every_tensor_and_every_byte_of_the_file(
-    pack: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_lists_every_tensor_and_every_byte_of_the_file(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(pack)]) == 0
     out, err = capfd.readouterr()
     assert err == ""
@@ -687,9 +638,7 @@ def test_inspect_lists_every_tensor_and_every_byte_of_the_file(
     json.loads(out)
 
 
-def test_the_json_of_inspect_accounts_for_every_byte(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_json_of_inspect_accounts_for_every_byte(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     # ET#7088: no tool says what fills the file.
     path = tmp_path / "model.pack"
     w = torch.arange(6.0).reshape(2, 3)
@@ -738,9 +687,7 @@ def test_a_text_waits_for_a_stdout_that_does_not_block(
     os.set_blocking(sending, False)
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         fcntl.fcntl(sending, fcntl.F_SETPIPE_SZ, 4096)  # a small part of what is to come
-    with subprocess.Popen(
-        [*COMMAND, "inspect", *json_, path], stdout=sending, stderr=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([*COMMAND, "inspect", *json_, path], stdout=sending, stderr=subprocess.PIPE) as process:
         os.close(sending)
         with open(receiving, "rb") as file:
             text = file.read()
@@ -769,9 +716,7 @@ def damaged(pack: Path) -> int:
     return file_offset
 
 
-def test_verify_names_the_tensor_and_the_bytes_that_are_damaged(
-    pack: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_the_tensor_and_the_bytes_that_are_damaged(pack: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file_offset = damaged(pack)
     assert main(["verify", "--quiet", str(pack)]) == 1
     out, err = capfd.readouterr()
@@ -798,9 +743,7 @@ def test_a_pack_of_another_length_is_damaged(
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-@pytest.mark.parametrize(
-    "content", [b"", b"\x1f\x8b\x08\0", torch_bytes(WEIGHTS)], ids=["empty", "gzip", "torch"]
-)
+@pytest.mark.parametrize("content", [b"", b"\x1f\x8b\x08\0", torch_bytes(WEIGHTS)], ids=["empty", "gzip", "torch"])
 def test_what_is_no_pack_is_exit_code_3(
     command: str, content: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -841,9 +784,7 @@ def test_a_pack_of_a_later_version_is_not_called_damaged(
 ) -> None:
     content = bytearray(pack.read_bytes())
     begin, _ = region(content)
-    content[begin - 12 : begin - 8] = (99).to_bytes(
-        4, "little"
-    )  # the locator's version, then its magic of 8 bytes
+    content[begin - 12 : begin - 8] = (99).to_bytes(4, "little")  # the locator's version, then its magic of 8 bytes
     pack.write_bytes(content)
     target = [str(tmp_path / "target")] if command == ["convert"] else []
     assert main([*command, str(pack), *target]) == 3
@@ -861,13 +802,9 @@ def test_a_damaged_pack_is_not_what_a_conversion_wants(
     assert os.listdir(tmp_path) == [pack.name]
 
 
-def test_names_from_a_pack_cannot_drive_the_terminal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_names_from_a_pack_cannot_drive_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pack = tmp_path / "model.pack"
-    stream_pack.save_file(
-        {"evil\x1b[2J\n": torch.ones(1), "é": torch.ones(1)}, pack, metadata={"\x1b]0;": "\r"}
-    )
+    stream_pack.save_file({"evil\x1b[2J\n": torch.ones(1), "é": torch.ones(1)}, pack, metadata={"\x1b]0;": "\r"})
     assert main(["inspect", str(pack)]) == 0
     out, _ = capfd.readouterr()
     assert out.replace("\n", "").isprintable()
@@ -879,10 +816,7 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None
     pack = tmp_path / "model.pack"
     stream_pack.save_file({"é": torch.ones(1)}, pack)
     done = subprocess.run(
-        [*COMMAND, "inspect", pack],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=True,
+        [*COMMAND, "inspect", pack], env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True
     )
     assert b"\\xe9" in done.stdout
 
@@ -893,12 +827,8 @@ def test_an_internal_error_is_neither_damage_nor_silence(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setitem(
-        cli.COMMANDS, "verify", dataclasses.replace(cli.COMMANDS["verify"], run=fail)
-    )
+    monkeypatch.setitem(cli.COMMANDS, "verify", dataclasses.replace(cli.COMMANDS["verify"], run=fail))
     assert main(["verify", str(pack)]) == 4
     err = capfd.readouterr().err
     assert "Traceback" in err
-    assert err.splitlines()[-1].endswith(
-        "internal error: ZeroDivisionError: ours; please report it"
-    )
+    assert err.splitlines()[-1].endswith("internal error: ZeroDivisionError: ours; please report it")

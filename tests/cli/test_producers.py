@@ -14,15 +14,11 @@ import stream_pack
 
 pytestmark = pytest.mark.slow  # each starts torch in a process of its own
 
-MAKE = (
-    "import sys, torch; sd = {'a': torch.arange(5.0), 't': torch.arange(6.0).reshape(2, 3).t()}; "
-)
+MAKE = "import sys, torch; sd = {'a': torch.arange(5.0), 't': torch.arange(6.0).reshape(2, 3).t()}; "
 TENSORS = {"a": torch.arange(5.0), "t": torch.arange(6.0).reshape(2, 3).t()}
 
 
-def piped(
-    program: str, target: Path, **environment: str
-) -> tuple[int, subprocess.CompletedProcess[bytes]]:
+def piped(program: str, target: Path, **environment: str) -> tuple[int, subprocess.CompletedProcess[bytes]]:
     """``python -c program | stream-pack convert - target``: the producer's exit code, and the command that ended."""
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -67,10 +63,7 @@ def test_a_producer_that_fails_on_the_way_leaves_no_pack(tmp_path: Path) -> None
 
 def test_an_error_that_the_producer_swallows_is_found(tmp_path: Path) -> None:
     """What cannot be pickled fails while torch already writes; it still closes the archive, without a pickle."""
-    program = (
-        MAKE
-        + "\ntry: torch.save({**sd, 'f': lambda: 0}, sys.stdout.buffer)\nexcept Exception: pass"
-    )
+    program = MAKE + "\ntry: torch.save({**sd, 'f': lambda: 0}, sys.stdout.buffer)\nexcept Exception: pass"
     code, done = piped(program, tmp_path / "pack")
     assert code == 0
     assert done.returncode == 3

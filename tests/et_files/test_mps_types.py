@@ -44,9 +44,7 @@ def test_the_enum_is_that_of_files_that_executorch_wrote() -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_verify_lists_a_constant_of_each_type_that_the_runtime_aborts_on(
-    number: int, tmp_path: Path
-) -> None:
+def test_verify_lists_a_constant_of_each_type_that_the_runtime_aborts_on(number: int, tmp_path: Path) -> None:
     path = tmp_path / "payload"
     constant = Constant((16,), 0, nbytes=nbytes_of(number, 16), datatype=number)
     path.write_bytes(mps_payload([constant], bytes(256)))

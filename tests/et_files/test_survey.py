@@ -88,10 +88,7 @@ def test_the_faults_of_a_payload_are_those_that_its_maker_listed(case: str) -> N
     found = survey((VECTORS / "mps" / f"{case}.mp00").read_bytes())
     assert sorted(fault.names[0] for fault in found.faults) == sorted(n for n, _, _ in expected)
     for name, text, fatal in expected:
-        assert any(
-            fault.names == (name,) and text in fault.text and fault.fatal == fatal
-            for fault in found.faults
-        )
+        assert any(fault.names == (name,) and text in fault.text and fault.fatal == fatal for fault in found.faults)
 
 
 def test_there_are_faults_of_each_of_these_kinds_among_the_vectors() -> None:
@@ -138,11 +135,9 @@ def test_named_data_of_a_program_are_what_its_xnnpack_payloads_say_they_are(case
             assert list(constants.shape(row)) == constant["dims"]
             assert (
                 constants.dtype_name(row)
-                == {
-                    "xnn_datatype_fp32": "float32",
-                    "xnn_datatype_fp16": "float16",
-                    "xnn_datatype_qcint8": "int8",
-                }[constant["datatype"]]
+                == {"xnn_datatype_fp32": "float32", "xnn_datatype_fp16": "float16", "xnn_datatype_qcint8": "int8"}[
+                    constant["datatype"]
+                ]
             )
     assert found.faults == ()
     assert found.external == 0
@@ -156,9 +151,7 @@ def test_inline_constants_of_xnnpack_are_found_where_they_were_put(case: str) ->
         region = delegate["inline_header"]["c_off"]
         assert found.faults == ()
         assert list(found.constants.names) == [str(c["index"]) for c in delegate["constants"]]
-        assert found.constants.file_offsets.tolist() == [
-            region + c["inline_offset"] for c in delegate["constants"]
-        ]
+        assert found.constants.file_offsets.tolist() == [region + c["inline_offset"] for c in delegate["constants"]]
         assert found.constants.nbytes.tolist() == [c["size"] for c in delegate["constants"]]
 
 
@@ -201,10 +194,7 @@ def test_constants_that_no_delegate_took_are_those_of_the_module(case: str) -> N
     own = [array for name, array in found.items() if name.startswith("constant/")]
     for array in wanted.values():
         assert any(
-            one.dtype == array.dtype
-            and one.shape == array.shape
-            and one.tobytes() == array.tobytes()
-            for one in own
+            one.dtype == array.dtype and one.shape == array.shape and one.tobytes() == array.tobytes() for one in own
         )
 
 
@@ -214,11 +204,7 @@ def test_the_initial_state_of_what_a_method_changes_is_found() -> None:
     with np.load(VECTORS / "programs" / "mutable.npz") as module:
         assert_equal(
             {name: found[name] for name in ("mutable/0/1", "mutable/0/2", "constant/1")},
-            {
-                "mutable/0/1": module["state"],
-                "mutable/0/2": module["steps"],
-                "constant/1": module["scale"],
-            },
+            {"mutable/0/1": module["state"], "mutable/0/2": module["steps"], "constant/1": module["scale"]},
         )
 
 
@@ -228,10 +214,7 @@ def test_a_tensor_in_channels_last_has_the_dims_of_its_bytes() -> None:
     (found,) = arrays(data, constants).values()
     logical = np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4)
     assert np.array_equal(found, logical.transpose(0, 2, 3, 1))
-    assert constants.notes[0] == {
-        "executorch.sizes": "[2, 3, 2, 4]",
-        "executorch.dim_order": "[0, 2, 3, 1]",
-    }
+    assert constants.notes[0] == {"executorch.sizes": "[2, 3, 2, 4]", "executorch.dim_order": "[0, 2, 3, 1]"}
 
 
 def test_a_payload_that_two_delegates_share_is_one() -> None:
@@ -252,9 +235,7 @@ def test_constants_that_partly_overlap_are_named_both_with_the_bytes_they_share(
     data = mps_payload([Constant((4,), 0), Constant((4,), 8), Constant((1,), 4)], bytes(24))
     (fault,) = survey(data).faults
     region = len(data) - 24
-    assert fault == Fault(
-        "constant", "constants '0' and '1' overlap in 8 bytes", region + 8, region + 16, ("0", "1")
-    )
+    assert fault == Fault("constant", "constants '0' and '1' overlap in 8 bytes", region + 8, region + 16, ("0", "1"))
 
 
 def test_a_constant_inside_another_is_a_view_and_no_fault() -> None:
@@ -318,10 +299,7 @@ def test_names_of_a_data_file_are_unique_and_their_segments_inside() -> None:
         region_nbytes=32,
     )
     found = survey(head + bytes(32))
-    assert faults(found) == [
-        ("range", ("b",), True),
-        ("names", ("a",), True),
-    ]
+    assert faults(found) == [("range", ("b",), True), ("names", ("a",), True)]
     assert found.fatal_fault is not None
 
 
@@ -387,8 +365,6 @@ def test_names_that_collide_are_told_apart() -> None:
 
 def test_what_another_backend_made_is_left_as_it_is() -> None:
     found = survey(whole_program(b"VK00" * 10, delegates=[Delegate(0, "VulkanBackend")]))
-    assert [(payload.kind, payload.backend) for payload in found.payloads] == [
-        ("other", "VulkanBackend")
-    ]
+    assert [(payload.kind, payload.backend) for payload in found.payloads] == [("other", "VulkanBackend")]
     assert list(found.constants.names) == ["key"]
     assert found.faults == ()

@@ -25,9 +25,7 @@ def decoded(flatbuffer: bytes, package: str) -> dict[str, Any]:
         _flatc_decompile(folder, str(schema), str(data))
         text = Path(folder, "graph.json").read_text()
     # flatc writes infinities bare, which no JSON has; as the strings that ExecuTorch's dataclasses take.
-    found: dict[str, Any] = json.loads(
-        re.sub(r"(?<=[:\[,\s])([-+]?inf)(?=[\s,\]}])", r'"\1"', text)
-    )
+    found: dict[str, Any] = json.loads(re.sub(r"(?<=[:\[,\s])([-+]?inf)(?=[\s,\]}])", r'"\1"', text))
     return found
 
 

@@ -56,9 +56,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm, self.feed_norm = torch.nn.RMSNorm(dim), torch.nn.RMSNorm(dim)
-        self.wq, self.wk, self.wv, self.wo = (
-            torch.nn.Linear(dim, dim, bias=False) for _ in range(4)
-        )
+        self.wq, self.wk, self.wv, self.wo = (torch.nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.w1, self.w3 = (torch.nn.Linear(dim, 3 * dim, bias=False) for _ in range(2))
         self.w2 = torch.nn.Linear(3 * dim, dim, bias=False)
 
@@ -72,9 +70,7 @@ class Block(torch.nn.Module):
         attended = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         x = x + self.wo(attended.transpose(1, 2).reshape(batch, length, dim))
         normed = self.feed_norm(x)
-        result: torch.Tensor = x + self.w2(
-            torch.nn.functional.silu(self.w1(normed)) * self.w3(normed)
-        )
+        result: torch.Tensor = x + self.w2(torch.nn.functional.silu(self.w1(normed)) * self.w3(normed))
         return result
 
 
@@ -85,8 +81,7 @@ def _quantized(model: torch.nn.Module, bits: int) -> torch.nn.Module:
     from torchao.utils import unwrap_tensor_subclass
 
     config = Int8DynamicActivationIntxWeightConfig(
-        weight_dtype=getattr(torch, f"int{bits}"),
-        weight_granularity=PerGroup(32) if bits == 4 else PerAxis(0),
+        weight_dtype=getattr(torch, f"int{bits}"), weight_granularity=PerGroup(32) if bits == 4 else PerAxis(0)
     )
     quantize_(model, config)
     unwrapped: torch.nn.Module = unwrap_tensor_subclass(model)

@@ -20,12 +20,7 @@ from executorch.exir._serialize._program import (
     deserialize_pte_binary,
     serialize_pte_binary,
 )
-from executorch.exir.schema import (
-    BackendDelegateDataReference,
-    DataLocation,
-    DataSegment,
-    SubsegmentOffsets,
-)
+from executorch.exir.schema import BackendDelegateDataReference, DataLocation, DataSegment, SubsegmentOffsets
 from executorch.extension.pybindings import portable_lib
 
 from tests.executorch.flatc import decoded, graph_of
@@ -74,9 +69,7 @@ def with_payloads(program: bytes, build: Build) -> bytes:
         delegate = file.program.backend_delegate_data[place]
         delegate.data = build(bytes(delegate.data), named)
     file.named_data = None
-    return bytes(
-        serialize_pte_binary(file, extract_delegate_segments=True, segment_alignment=16384)
-    )
+    return bytes(serialize_pte_binary(file, extract_delegate_segments=True, segment_alignment=16384))
 
 
 def with_payload_beyond(program: bytes, payload: Path, target: Path) -> None:
@@ -85,9 +78,7 @@ def with_payload_beyond(program: bytes, payload: Path, target: Path) -> None:
     (_,) = _places(file)
     plan = file.program
     nbytes = payload.stat().st_size
-    plan.execution_plan[0].delegates[0].processed = BackendDelegateDataReference(
-        location=DataLocation.SEGMENT, index=1
-    )
+    plan.execution_plan[0].delegates[0].processed = BackendDelegateDataReference(location=DataLocation.SEGMENT, index=1)
     plan.backend_delegate_data = []
     plan.constant_buffer = []
     plan.constant_segment = SubsegmentOffsets(segment_index=0, offsets=[0])
@@ -114,9 +105,7 @@ def run(program: bytes, inputs: Sequence[torch.Tensor]) -> list[np.ndarray[Any, 
     return _outputs(portable_lib._load_for_executorch_from_buffer(program), inputs)
 
 
-def run_file(
-    path: Path, inputs: Sequence[torch.Tensor], data: Path | None = None
-) -> list[np.ndarray[Any, Any]]:
+def run_file(path: Path, inputs: Sequence[torch.Tensor], data: Path | None = None) -> list[np.ndarray[Any, Any]]:
     """The outputs, from a program in a file, which the runtime maps."""
     loaded = portable_lib._load_for_executorch(str(path), *([] if data is None else [str(data)]))
     return _outputs(loaded, inputs)

@@ -18,9 +18,7 @@ def test_a_block_of_the_document_runs(block: Block, tmp_path: Path) -> None:
     Workshop(tmp_path).run(block)
 
 
-def test_a_llama_exported_with_streamed_constants_is_byte_for_byte_what_executorch_makes(
-    tmp_path: Path,
-) -> None:
+def test_a_llama_exported_with_streamed_constants_is_byte_for_byte_what_executorch_makes(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     printed = Workshop(tmp_path).run(EXPORT_LLAMA)
     assert "the two programs are equal, byte for byte" in printed

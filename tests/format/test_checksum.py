@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import LimitError
-from stream_pack.format.checksum import (
-    BlockHasher,
-    block_counts,
-    check_block_nbytes,
-    xxh3,
-    xxh3_of_zeros,
-    zeros,
-)
+from stream_pack.format.checksum import BlockHasher, block_counts, check_block_nbytes, xxh3, xxh3_of_zeros, zeros
 
 BLOCK = 4096
 
@@ -28,11 +21,7 @@ def expected(data: bytes) -> list[int]:
 def test_the_function_is_xxh3_64_with_seed_0() -> None:
     # The empty input's and "abc"'s values, as xxhsum -H3 prints them.
     assert xxh3([]) == 0x2D06800538D394C2
-    assert (
-        xxh3([b"a", memoryview(b"bc")])
-        == 0x78AF5F94892F3950
-        == xxhash.xxh3_64_intdigest(b"abc", seed=0)
-    )
+    assert xxh3([b"a", memoryview(b"bc")]) == 0x78AF5F94892F3950 == xxhash.xxh3_64_intdigest(b"abc", seed=0)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 4093, 4096, 10_000, 1 << 20])

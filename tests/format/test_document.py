@@ -88,12 +88,8 @@ def test_the_head_of_the_vector_is_read_the_same_by_the_package(foreign: Pack) -
     assert head.checksum == foreign.head_checksum
     index = head.index
     assert {
-        index.name(k): (index.dtype_name(k), index.shape(k), region + index.offset(k))
-        for k in range(len(index))
-    } == {
-        name: (tensor.dtype, tensor.shape, tensor.file_offset)
-        for name, tensor in foreign.tensors.items()
-    }
+        index.name(k): (index.dtype_name(k), index.shape(k), region + index.offset(k)) for k in range(len(index))
+    } == {name: (tensor.dtype, tensor.shape, tensor.file_offset) for name, tensor in foreign.tensors.items()}
     assert index.notes() == foreign.metadata
 
 
@@ -138,9 +134,7 @@ def header_tables() -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.parametrize("kind", ["xnnpack", "ptd"])
-def test_the_other_vectors_hold_the_same_and_differ_in_nothing_behind_the_head(
-    kind: str, foreign: Pack
-) -> None:
+def test_the_other_vectors_hold_the_same_and_differ_in_nothing_behind_the_head(kind: str, foreign: Pack) -> None:
     other = read(VECTORS[kind])
     assert (foreign.kind, other.kind) == ("mps", kind)
     assert other.tensors == foreign.tensors
@@ -195,21 +189,12 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 def test_the_schemas_need_no_64_bit_flatbuffers() -> None:
     # FB#7935, FB#8097, FB#7537: only C++ knows those; other languages silently do not see such fields.
-    schemas = sorted(
-        (Path(__file__).parents[2] / "stream_pack" / "format" / "schema").glob("*.fbs")
-    )
-    assert [path.name for path in schemas] == [
-        "flat_tensor.fbs",
-        "graph.fbs",
-        "index.fbs",
-        "xnn_graph.fbs",
-    ]
+    schemas = sorted((Path(__file__).parents[2] / "stream_pack" / "format" / "schema").glob("*.fbs"))
+    assert [path.name for path in schemas] == ["flat_tensor.fbs", "graph.fbs", "index.fbs", "xnn_graph.fbs"]
     for path in schemas:
         declared = re.sub(r"//.*", "", path.read_text())
         attributes = {
-            name.split(":")[0].strip()
-            for group in re.findall(r"\(([^)]*)\)", declared)
-            for name in group.split(",")
+            name.split(":")[0].strip() for group in re.findall(r"\(([^)]*)\)", declared) for name in group.split(",")
         }
         assert attributes <= {"force_align"}
         assert "64" not in re.sub("(?i)float64|int64|complex64", "", declared)

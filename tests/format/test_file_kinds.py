@@ -20,9 +20,7 @@ from hypothesis import strategies as st
 from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe_start, sniff
 
 
-def torch_save(
-    value: object, *, legacy: bool = False, protocol: int = torch.serialization.DEFAULT_PROTOCOL
-) -> bytes:
+def torch_save(value: object, *, legacy: bool = False, protocol: int = torch.serialization.DEFAULT_PROTOCOL) -> bytes:
     file = io.BytesIO()
     torch.save(value, file, _use_new_zipfile_serialization=not legacy, pickle_protocol=protocol)
     return file.getvalue()
@@ -136,9 +134,7 @@ def test_the_first_bytes_tell_what_an_input_claims_to_be(start: bytes, kind: Kin
     # Later bytes of an archive are its time, and a name has to be the same in every process.
     ids=lambda value: repr(value[:3]),
 )
-def test_the_description_says_what_it_looks_like_and_what_to_do(
-    start: bytes, words: list[str]
-) -> None:
+def test_the_description_says_what_it_looks_like_and_what_to_do(start: bytes, words: list[str]) -> None:
     described = describe_start(start[:SNIFF_NBYTES])
     assert [word for word in words if word not in described] == []
 

@@ -96,10 +96,7 @@ def test_no_flipped_byte_does_more_than_an_error_of_ours() -> None:
 def test_no_cut_does_more_than_an_error_of_ours() -> None:
     # Only the zero bytes after the last text are no part of anything.
     end = len(SOUND.rstrip(b"\0"))
-    check_each(
-        cut(SOUND, range(len(SOUND))),
-        lambda data: read_or_refuse(data, or_else=len(data) >= end),
-    )
+    check_each(cut(SOUND, range(len(SOUND))), lambda data: read_or_refuse(data, or_else=len(data) >= end))
 
 
 @given(st.binary(max_size=64))
@@ -109,10 +106,7 @@ def test_random_bytes_with_the_right_identifier_are_an_error_or_a_table(data: by
 
 @given(
     changes=st.lists(
-        st.tuples(
-            st.integers(0, len(SOUND) // 4 - 1),
-            st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 4, 2**32 - 1]),
-        ),
+        st.tuples(st.integers(0, len(SOUND) // 4 - 1), st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 4, 2**32 - 1])),
         min_size=1,
         max_size=4,
     )
@@ -149,10 +143,7 @@ def test_texts_that_share_their_bytes_to_exceed_the_file_are_refused() -> None:
 
 
 ROWS = st.lists(
-    st.tuples(
-        st.none() | st.integers(1, 2**64 - 1),
-        st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=4),
-    ),
+    st.tuples(st.none() | st.integers(1, 2**64 - 1), st.none() | st.lists(st.integers(0, 2**32 - 1), max_size=4)),
     max_size=6,
 )
 

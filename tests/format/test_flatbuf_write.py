@@ -31,8 +31,7 @@ def test_tables_are_read_back_by_the_flatbuffers_package(rows: list[Any]) -> Non
     wide, narrow, texts, vectors = ([row[column] for row in rows] for column in range(4))
     text_rows = Ragged.of(np.frombuffer(b"".join(texts), np.uint8), [len(text) for text in texts])
     vector_rows = Ragged.of(
-        np.array([value for row in vectors for value in row], np.int32),
-        [len(row) for row in vectors],
+        np.array([value for row in vectors for value in row], np.int32), [len(row) for row in vectors]
     )
     writer = ColumnWriter(b"TEST")
     root_vtable, row_vtable = writer.vtable(12, 4, 0, 8), writer.vtable(28, 8, 16, 20, 24)

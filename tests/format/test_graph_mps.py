@@ -92,20 +92,13 @@ def test_positions_beyond_4_gib_are_exact() -> None:
     assert [value["offset"] for value in values] == index.offsets.tolist()
     assert values[1]["offset"] == 2**33 + 16384
     assert [value["nbytes"] for value in values] == [2**33 + 5, 2**43, 1]
-    assert (
-        len(graph_mps.encode(index)) < 1024
-    )  # FB#7391: the flatbuffer does not grow with the weights
+    assert len(graph_mps.encode(index)) < 1024  # FB#7391: the flatbuffer does not grow with the weights
 
 
 @given(st.lists(st.tuples(st.sampled_from(WHOLE), SHAPES), max_size=12))
-def test_what_was_encoded_decodes_to_what_is_expected(
-    tensors: list[tuple[str, tuple[int, ...]]],
-) -> None:
+def test_what_was_encoded_decodes_to_what_is_expected(tensors: list[tuple[str, tuple[int, ...]]]) -> None:
     index = index_of(*tensors)
-    found, wanted = (
-        graph_mps.decode(memoryview(graph_mps.encode(index))),
-        graph_mps.expected_values(index),
-    )
+    found, wanted = (graph_mps.decode(memoryview(graph_mps.encode(index))), graph_mps.expected_values(index))
     for field in ("ids", "datatypes", "num_dims", "nbytes", "offsets"):
         assert np.array_equal(getattr(found, field), getattr(wanted, field)), field
     assert np.array_equal(found.dims.values, wanted.dims.values)
@@ -185,10 +178,7 @@ def test_a_vtable_for_every_value_is_read_as_if_they_shared_one() -> None:
         own = len(sound) // 4 + 4 * number
         words[own : own + 4] = words[vtable : vtable + 4]
         words[value] = (4 * (value - own)) % 2**32
-    found, wanted = (
-        graph_mps.decode(memoryview(words.tobytes())),
-        graph_mps.decode(memoryview(sound)),
-    )
+    found, wanted = (graph_mps.decode(memoryview(words.tobytes())), graph_mps.decode(memoryview(sound)))
     for field in ("ids", "datatypes", "num_dims", "nbytes", "offsets"):
         assert np.array_equal(getattr(found, field), getattr(wanted, field)), field
     assert np.array_equal(found.dims.values, wanted.dims.values)

@@ -87,9 +87,7 @@ def foreign(data: bytes) -> dict[str, tuple[int, int, tuple[int, list[int], list
 
 
 @given(TENSORS)
-def test_a_foreign_reader_sees_every_tensor(
-    tensors: dict[str, tuple[str, tuple[int, ...]]],
-) -> None:
+def test_a_foreign_reader_sees_every_tensor(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     index = index_of(tensors)
     bits = {dtype.name: dtype.bits for dtype in DTYPES}
     found = foreign(graph_ptd.encode(index))
@@ -102,9 +100,7 @@ def test_a_foreign_reader_sees_every_tensor(
 
 
 @given(TENSORS)
-def test_segments_are_distinct_and_sorted_by_offset(
-    tensors: dict[str, tuple[str, tuple[int, ...]]],
-) -> None:
+def test_segments_are_distinct_and_sorted_by_offset(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     root = fbs.FlatTensor.GetRootAs(graph_ptd.encode(index_of(tensors)))
     segments = [root.Segments(number) for number in range(root.SegmentsLength())]
     places = [(segment.Offset(), segment.Size()) for segment in segments]
@@ -139,11 +135,7 @@ def test_dims_that_31_bits_cannot_hold_make_a_blob() -> None:
 
 def test_positions_beyond_4_gib_are_exact() -> None:
     # FB#7536
-    tensors = {
-        "a": ("uint8", (2**33 + 5,)),
-        "b": ("float64", (2**30, 2**10)),
-        "c": ("bool", (1,)),
-    }
+    tensors = {"a": ("uint8", (2**33 + 5,)), "b": ("float64", (2**30, 2**10)), "c": ("bool", (1,))}
     found = foreign(graph_ptd.encode(index_of(tensors)))
     assert found["a"][:2] == (0, 2**33 + 5)
     assert found["b"][:2] == (2**33 + 16384, 2**43)
@@ -168,20 +160,13 @@ def test_a_flatbuffer_past_2_gib_is_refused_before_it_is_built() -> None:
 
 
 INDEX = index_of(
-    {
-        "matrix": ("float32", (2, 3)),
-        "step": ("int64", ()),
-        "none": ("bool", (0, 7)),
-        "pairs": ("complex64", (2,)),
-    }
+    {"matrix": ("float32", (2, 3)), "step": ("int64", ()), "none": ("bool", (0, 7)), "pairs": ("complex64", (2,))}
 )
 SOUND = graph_ptd.encode(INDEX)
 
 
 @given(TENSORS)
-def test_what_was_encoded_agrees_with_its_index(
-    tensors: dict[str, tuple[str, tuple[int, ...]]],
-) -> None:
+def test_what_was_encoded_agrees_with_its_index(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     index = index_of(tensors)
     data = memoryview(graph_ptd.encode(index))
     assert not graph_ptd.disagreements(data, index).any()
@@ -219,19 +204,9 @@ def test_each_thing_that_differs_is_told_of_its_tensor() -> None:
 
 def test_a_blob_where_a_layout_belongs_and_the_other_way_round_are_told() -> None:
     as_floats = index_of(
-        {
-            "matrix": ("complex64", (3, 1)),
-            "step": ("int64", ()),
-            "none": ("bool", (0, 7)),
-            "pairs": ("float64", (2,)),
-        }
+        {"matrix": ("complex64", (3, 1)), "step": ("int64", ()), "none": ("bool", (0, 7)), "pairs": ("float64", (2,))}
     )
-    assert graph_ptd.disagreements(memoryview(SOUND), as_floats).tolist() == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    assert graph_ptd.disagreements(memoryview(SOUND), as_floats).tolist() == [True, False, False, True]
 
 
 @pytest.mark.parametrize(("names", "words"), [(3, "at least 4"), (5, "has 4 named data")])
@@ -296,11 +271,7 @@ def test_executorchs_samples_are_read_as_flatcs_classes_read_them(name: str) -> 
         found.key(k): (
             int(found.segment_offsets[found.segments[k]]),
             int(found.segment_nbytes[found.segments[k]]),
-            (
-                int(found.scalar_types[k]),
-                found.dims.row(k).tolist(),
-                found.dim_order.row(k).tolist(),
-            )
+            (int(found.scalar_types[k]), found.dims.row(k).tolist(), found.dim_order.row(k).tolist())
             if found.has_layout[k]
             else None,
         )

@@ -18,15 +18,7 @@ from stream_pack.format import graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.schema.generated import XnnGraph as fbs
 from tests.format.test_graph_mps import SHAPES, WHOLE, index_of
-from tests.support.damage import (
-    Share,
-    assert_refusal,
-    check_each,
-    cut,
-    flipped,
-    may_refuse,
-    some_or_all,
-)
+from tests.support.damage import Share, assert_refusal, check_each, cut, flipped, may_refuse, some_or_all
 
 GOLD = Path(__file__).parent.parent / "vectors" / "executorch" / "xnnpack"
 DATATYPES = {
@@ -70,9 +62,7 @@ def test_positions_beyond_4_gib_are_exact() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(WHOLE), SHAPES), max_size=12))
-def test_what_was_encoded_agrees_with_its_index(
-    tensors: list[tuple[str, tuple[int, ...]]],
-) -> None:
+def test_what_was_encoded_agrees_with_its_index(tensors: list[tuple[str, tuple[int, ...]]]) -> None:
     index = index_of(*tensors)
     data = memoryview(graph_xnnpack.encode(index))
     assert not graph_xnnpack.disagreements(data, index).any()
@@ -168,9 +158,7 @@ def wanted_values(graph: Any) -> Iterator[tuple[int, int, int, list[int]]]:
 
 
 @pytest.mark.parametrize(("data", "graph"), SAMPLES, ids=NAMES)
-def test_the_constants_of_executorchs_samples_are_what_its_own_schema_says(
-    data: bytes, graph: Any
-) -> None:
+def test_the_constants_of_executorchs_samples_are_what_its_own_schema_says(data: bytes, graph: Any) -> None:
     found = graph_xnnpack.decode(memoryview(data))
     constants = graph["constant_data"]
     assert found.offsets.tolist() == [constant["offset"] for constant in constants]
@@ -197,9 +185,7 @@ def test_the_constants_of_samples_have_the_lengths_of_their_dtypes(data: bytes, 
 
 
 @some_or_all(5)
-def test_a_sample_with_a_byte_changed_gives_an_error_of_ours_or_a_graph_in_bounds(
-    share: Share,
-) -> None:
+def test_a_sample_with_a_byte_changed_gives_an_error_of_ours_or_a_graph_in_bounds(share: Share) -> None:
     data, _ = SAMPLES[NAMES.index("linear_dynamic_qcs8.0.graph.json")]
 
     def check(changed: bytes) -> None:

@@ -17,13 +17,7 @@ from stream_pack.errors import ChecksumError, FormatError, LimitError
 from stream_pack.format.align import Alignment
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.format.head import (
-    EncodedHead,
-    check_region,
-    decode_head,
-    encode_footer,
-    encode_head,
-)
+from stream_pack.format.head import EncodedHead, check_region, decode_head, encode_footer, encode_head
 from stream_pack.format.header import Header
 from stream_pack.format.header_kinds import KINDS, MPS, PTD, XNNPACK, Front
 from stream_pack.format.layout import Layout, Policy, plan
@@ -86,10 +80,7 @@ def test_header_and_locator_lead_to_every_part(shapes: list[tuple[int, ...]], fr
         "checksum",
     ):
         assert getattr(decoded, field) == getattr(encoded.head, field)
-    assert (decoded.checksums_file_offset, decoded.footer_file_offset) == (
-        region + region_nbytes,
-        nbytes - 24,
-    )
+    assert (decoded.checksums_file_offset, decoded.footer_file_offset) == (region + region_nbytes, nbytes - 24)
 
 
 @every_front
@@ -98,9 +89,7 @@ def test_only_what_stands_before_the_index_depends_on_the_header(front: Front) -
     plain, other = (encode_head(layout_of(*shapes), which) for which in (MPS, front))
     assert plain.head.region_nbytes == other.head.region_nbytes
     assert plain.head.index_nbytes == other.head.index_nbytes
-    assert (
-        plain.front[plain.head.index_file_offset :] == other.front[other.head.index_file_offset :]
-    )
+    assert plain.front[plain.head.index_file_offset :] == other.front[other.head.index_file_offset :]
 
 
 def test_the_footer_covers_the_head_the_checksums_and_itself() -> None:
@@ -142,11 +131,7 @@ def test_every_bit_of_the_head_is_covered(front: Front) -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     import torch
 
-    content = {
-        "a": torch.arange(8.0),
-        "bc": torch.zeros(2, 3, dtype=torch.int16),
-        "e": torch.empty(0),
-    }
+    content = {"a": torch.arange(8.0), "bc": torch.zeros(2, 3, dtype=torch.int16), "e": torch.empty(0)}
     return pack_bytes(tmp_path_factory.mktemp("head") / "pack", content, metadata={"k": "v"})
 
 
@@ -192,9 +177,7 @@ def test_a_forged_index_whose_checksums_agree_is_refused_or_stays_in_its_region(
     changes=st.lists(
         st.tuples(
             st.floats(0, 1, exclude_max=True),
-            st.sampled_from(
-                [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]
-            ),
+            st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 1]),
         ),
         min_size=1,
         max_size=3,
@@ -241,9 +224,7 @@ def test_the_weights_bytes_are_not_in_the_flatbuffers_however_many_they_are(fron
 
 
 @pytest.mark.parametrize(("at", "value"), [(10, 64), (14, 2**32 - 1)])
-def test_a_graph_where_the_header_of_a_pack_may_not_place_one_is_refused(
-    at: int, value: int
-) -> None:
+def test_a_graph_where_the_header_of_a_pack_may_not_place_one_is_refused(at: int, value: int) -> None:
     data = bytearray(whole(encode_head(layout_of((3,)), XNNPACK)))
     struct.pack_into("<I", data, at, value)
     checksum = xxhash.xxh3_64_intdigest(bytes(data[:-24]) + bytes(data[-16:]))

@@ -35,9 +35,7 @@ def ints(*values: int) -> NDArray[np.int64]:
 
 def text(*values: str) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     encoded = [value.encode() for value in values]
-    return np.cumsum(list(map(len, encoded)), dtype=np.int64), np.frombuffer(
-        b"".join(encoded), np.uint8
-    )
+    return np.cumsum(list(map(len, encoded)), dtype=np.int64), np.frombuffer(b"".join(encoded), np.uint8)
 
 
 def sound(**changes: object) -> Index:
@@ -97,20 +95,11 @@ def test_the_generated_classes_read_what_was_encoded() -> None:
     foreign = fbs.Index.GetRootAs(encode_index(made))
     assert fbs.Index.IndexBufferHasIdentifier(encode_index(made), 0)
     assert foreign.BlockNbytes() == 4096
-    assert (foreign.AlignmentSmall(), foreign.AlignmentLarge(), foreign.LargeNbytes()) == (
-        256,
-        16384,
-        1 << 20,
-    )
-    assert [foreign.DtypeNames(n) for n in range(foreign.DtypeNamesLength())] == [
-        b"float32",
-        b"int4",
-    ]
+    assert (foreign.AlignmentSmall(), foreign.AlignmentLarge(), foreign.LargeNbytes()) == (256, 16384, 1 << 20)
+    assert [foreign.DtypeNames(n) for n in range(foreign.DtypeNamesLength())] == [b"float32", b"int4"]
     for ours, theirs in COLUMNS.items():
         count = getattr(foreign, f"{theirs}Length")()
-        assert [getattr(foreign, theirs)(n) for n in range(count)] == getattr(
-            made, ours
-        ).tolist(), ours
+        assert [getattr(foreign, theirs)(n) for n in range(count)] == getattr(made, ours).tolist(), ours
 
 
 def test_what_was_encoded_decodes_to_the_same_columns() -> None:
@@ -118,11 +107,7 @@ def test_what_was_encoded_decodes_to_the_same_columns() -> None:
     found = decoded(made)
     for column in (*COLUMNS, "tensor_nbytes"):
         assert np.array_equal(getattr(found, column), getattr(made, column)), column
-    assert (found.alignment, found.block_nbytes, found.dtype_names) == (
-        made.alignment,
-        4096,
-        made.dtype_names,
-    )
+    assert (found.alignment, found.block_nbytes, found.dtype_names) == (made.alignment, 4096, made.dtype_names)
 
 
 def test_a_decoded_index_answers_by_number_and_by_name() -> None:
@@ -145,11 +130,7 @@ def test_an_index_says_where_each_block_is() -> None:
     # Blocks of 4096 bytes: buffer 0 has 5000 bytes, buffer 1 has 4.
     made = sound()
     assert [made.first_block(0), made.first_block(1)] == [0, 2]
-    assert [tuple(made.block_range(block)) for block in range(3)] == [
-        (0, 0, 0, 4096),
-        (0, 1, 4096, 5000),
-        (1, 0, 0, 4),
-    ]
+    assert [tuple(made.block_range(block)) for block in range(3)] == [(0, 0, 0, 4096), (0, 1, 4096, 5000), (1, 0, 0, 4)]
     assert made.first_blocks.tolist() == [0, 2]
 
 
@@ -183,10 +164,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"block_nbytes": 1 << 31}, "power of two"),
     ({"dtype_bits": np.array([32], np.uint16)}, "one number of bits per dtype"),
     ({"dtype_bits": np.array([0, 4], np.uint16)}, "32 bits for the dtype 'float32', found 0"),
-    (
-        {"dtype_names": ("float32", "new"), "dtype_bits": np.array([32, 0], np.uint16)},
-        "bits for the dtype 'new'",
-    ),
+    ({"dtype_names": ("float32", "new"), "dtype_bits": np.array([32, 0], np.uint16)}, "bits for the dtype 'new'"),
     ({"tensor_dtypes": u8(0, 0, 1)}, "one dtype per tensor"),
     ({"tensor_dtypes": u8(0, 0, 2, 0)}, "dtype numbers within the table"),
     ({"dims_ends": ints(2, 3, 5)}, "4 ends of dims"),
@@ -233,9 +211,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"), WRONG, ids=[f"{number}" for number in range(len(WRONG))]
-)
+@pytest.mark.parametrize(("changes", "words"), WRONG, ids=[f"{number}" for number in range(len(WRONG))])
 def test_what_does_not_hold_is_refused_with_its_rule(changes: dict[str, Any], words: str) -> None:
     # kekzl/imp#1603, go-huggingface#57, audio.cpp#138, openasr#73, mlx#3364
     with pytest.raises(FormatError, match=words):
@@ -269,19 +245,14 @@ def test_buffers_may_fill_the_region_to_its_last_byte() -> None:
 
 @given(
     dims=st.lists(
-        st.one_of(st.integers(0, 4), st.integers(0, 2**62), st.sampled_from([2**31, 2**32, 2**62])),
-        max_size=6,
+        st.one_of(st.integers(0, 4), st.integers(0, 2**62), st.sampled_from([2**31, 2**32, 2**62])), max_size=6
     ),
     bits=st.sampled_from([4, 8, 16, 32, 64, 128]),
 )
 def test_lengths_are_exact_or_refused(dims: list[int], bits: int) -> None:
     # ET#19268, PT#181310, PT#47201: the product wraps in 64 bits
     elements = math.prod(dim or 1 for dim in dims)
-    allowed = (
-        elements <= 2**62
-        and elements * bits // 8 <= 2**62
-        and (dims[-1] if dims else 1) * bits % 8 == 0
-    )
+    allowed = elements <= 2**62 and elements * bits // 8 <= 2**62 and (dims[-1] if dims else 1) * bits % 8 == 0
     exact = math.prod(dims) * bits // 8
     column = Ragged(np.array(dims, np.int64), np.array([len(dims)], np.int64))
     if not allowed:
@@ -304,9 +275,6 @@ def test_every_name_is_found_and_no_other(names: list[str]) -> None:
     assert [names[number].encode() for number in columns["name_order"].tolist()] == sorted(
         name.encode() for name in names
     )
-    found = sound(
-        **columns,
-        tensor_buffers=np.zeros(len(names), np.uint32),
-    )
+    found = sound(**columns, tensor_buffers=np.zeros(len(names), np.uint32))
     assert [found.find(name) for name in names] == list(range(len(names)))
     assert found.find("no such name") is None

@@ -34,18 +34,13 @@ def places(layout: Layout) -> list[tuple[int, int] | None]:
     index = layout.index
     return [
         None if buffer == NO_BUFFER else (buffer, start)
-        for buffer, start in zip(
-            index.tensor_buffers.tolist(), index.tensor_starts.tolist(), strict=True
-        )
+        for buffer, start in zip(index.tensor_buffers.tolist(), index.tensor_starts.tolist(), strict=True)
     ]
 
 
 def test_small_tensors_stand_256_bytes_apart_and_large_ones_on_pages() -> None:
     mib = 1 << 20
-    layout = plan(
-        catalog_of([(0, 0, 4), (1, 0, 300), (2, 0, mib), (3, 0, 1), (4, 0, mib + 1), (5, 0, 5)]),
-        Policy(),
-    )
+    layout = plan(catalog_of([(0, 0, 4), (1, 0, 300), (2, 0, mib), (3, 0, 1), (4, 0, mib + 1), (5, 0, 5)]), Policy())
     assert layout.index.buffer_offsets.tolist() == [
         0,
         256,
@@ -60,9 +55,7 @@ def test_small_tensors_stand_256_bytes_apart_and_large_ones_on_pages() -> None:
 
 def test_the_alignments_asked_for_are_used_and_recorded() -> None:
     alignment = Alignment(small=64, large=65536, large_nbytes=1000)
-    index = plan(
-        catalog_of([(0, 0, 1), (1, 0, 2), (2, 0, 1000), (3, 0, 3)]), Policy(alignment)
-    ).index
+    index = plan(catalog_of([(0, 0, 1), (1, 0, 2), (2, 0, 1000), (3, 0, 3)]), Policy(alignment)).index
     assert index.buffer_offsets.tolist() == [0, 64, 65536, 65536 + 1024]
     assert index.alignment == alignment
 
@@ -103,11 +96,7 @@ def test_partly_overlapping_views_are_stored_apart() -> None:
 
 def test_a_view_of_the_gap_between_two_tensors_is_not_shared() -> None:
     # [0, 512) and [512, 1024) are stored; nobody has [256, 768) whole.
-    assert places(plan(catalog_of([(0, 0, 512), (0, 512, 512), (0, 256, 512)]), Policy())) == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-    ]
+    assert places(plan(catalog_of([(0, 0, 512), (0, 512, 512), (0, 256, 512)]), Policy())) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_the_longest_host_is_taken_and_of_equals_the_first() -> None:
@@ -173,9 +162,7 @@ def test_tensors_past_the_limit_of_a_pack_are_refused(count: int) -> None:
         plan(catalog_of([(number, 0, 2**61 + 1) for number in range(count)]), Policy())
 
 
-def brute_force_host(
-    ranges: Sequence[tuple[int, int, int]], tensor: int, alignment: Alignment
-) -> int:
+def brute_force_host(ranges: Sequence[tuple[int, int, int]], tensor: int, alignment: Alignment) -> int:
     storage, start, nbytes = ranges[tensor]
     unit = alignment.large if nbytes >= alignment.large_nbytes else alignment.small
     best = tensor
@@ -189,9 +176,7 @@ def brute_force_host(
 
 
 RANGES = st.lists(
-    st.tuples(st.integers(0, 1), st.integers(0, 24).map(lambda n: 16 * n), st.integers(1, 400)),
-    min_size=1,
-    max_size=14,
+    st.tuples(st.integers(0, 1), st.integers(0, 24).map(lambda n: 16 * n), st.integers(1, 400)), min_size=1, max_size=14
 )
 
 
@@ -200,9 +185,7 @@ NESTED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, m
     lambda insets: st.permutations(
         [
             (0, 16 * begin, 2000 - 16 * begin - 16 * end)
-            for begin, end in itertools.accumulate(
-                insets, lambda one, more: (one[0] + more[0], one[1] + more[1])
-            )
+            for begin, end in itertools.accumulate(insets, lambda one, more: (one[0] + more[0], one[1] + more[1]))
             if begin + end < 125
         ]
     )
@@ -226,24 +209,18 @@ def test_hosts_are_those_a_search_over_all_pairs_finds(ranges: list[tuple[int, i
 
 
 @given(RANGES)
-def test_buffers_are_aligned_ascend_and_waste_no_more_than_they_must(
-    ranges: list[tuple[int, int, int]],
-) -> None:
+def test_buffers_are_aligned_ascend_and_waste_no_more_than_they_must(ranges: list[tuple[int, int, int]]) -> None:
     alignment = Alignment(small=16, large=64, large_nbytes=100)
     index = plan(catalog_of(ranges), Policy(alignment)).index
     end = 0
-    for offset, nbytes in zip(
-        index.buffer_offsets.tolist(), index.buffer_nbytes.tolist(), strict=True
-    ):
+    for offset, nbytes in zip(index.buffer_offsets.tolist(), index.buffer_nbytes.tolist(), strict=True):
         unit = 64 if nbytes >= 100 else 16
         assert offset == -(-end // unit) * unit
         end = offset + nbytes
 
 
 @given(RANGES)
-def test_source_bytes_and_pack_bytes_differ_by_what_the_layout_says(
-    ranges: list[tuple[int, int, int]],
-) -> None:
+def test_source_bytes_and_pack_bytes_differ_by_what_the_layout_says(ranges: list[tuple[int, int, int]]) -> None:
     held = np.zeros((2, 1000), bool)
     for storage, start, nbytes in ranges:
         held[storage, start : start + nbytes] = True
@@ -278,9 +255,7 @@ def test_a_staircase_inside_every_step_of_another_does_not_take_quadratic_time()
     ("small", "large", "large_nbytes"),
     [(8, 16384, 1), (24, 16384, 1), (2**31, 2**31, 1), (512, 256, 1), (256, 16384, 0)],
 )
-def test_alignments_that_make_no_sense_are_refused(
-    small: int, large: int, large_nbytes: int
-) -> None:
+def test_alignments_that_make_no_sense_are_refused(small: int, large: int, large_nbytes: int) -> None:
     with pytest.raises(LimitError):
         Alignment(small=small, large=large, large_nbytes=large_nbytes)
 

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 import stream_pack
-from stream_pack import (
-    ChecksumError,
-    FormatError,
-    StreamPackError,
-    TrailingBytesError,
-    TruncatedError,
-)
+from stream_pack import ChecksumError, FormatError, StreamPackError, TrailingBytesError, TruncatedError
 from stream_pack.reader.verify import verify
 from stream_pack.sources.pack.source import PackSource
 from tests.sources.byte_sources import file_stream, pipe_stream
@@ -109,11 +103,7 @@ def long_footer(data: bytes) -> bytes:
     ],
 )
 def test_every_reader_of_a_pack_says_the_same_of_the_same_damage(
-    damage: Callable[[bytes], bytes],
-    error: type[StreamPackError],
-    words: str,
-    data: bytes,
-    tmp_path: Path,
+    damage: Callable[[bytes], bytes], error: type[StreamPackError], words: str, data: bytes, tmp_path: Path
 ) -> None:
     opened, *others = refusals(damage(data), tmp_path)
     name, said = str(opened).split(": ", 1)

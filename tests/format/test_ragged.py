@@ -31,9 +31,7 @@ def test_rows_and_values_know_each_other(rows: list[list[int]]) -> None:
 
 
 @given(ROWS, st.data())
-def test_rows_are_taken_in_any_order_and_by_mask(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
+def test_rows_are_taken_in_any_order_and_by_mask(rows: list[list[int]], data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.sampled_from(range(len(rows))) if rows else st.nothing()))
     taken = ragged(rows).take(np.array(numbers, np.int64))
     assert lists(taken) == [rows[number] for number in numbers]
@@ -42,11 +40,7 @@ def test_rows_are_taken_in_any_order_and_by_mask(
     assert lists(kept) == [row for row, keep in zip(rows, mask, strict=True) if keep]
 
 
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 1), max_size=2), st.lists(st.integers(0, 1), max_size=2))
-    )
-)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=2), st.lists(st.integers(0, 1), max_size=2))))
 def test_rows_that_differ_are_found(pairs: list[tuple[list[int], list[int]]]) -> None:
     left, right = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     assert ragged(left).differs(ragged(right)).tolist() == [a != b for a, b in pairs]

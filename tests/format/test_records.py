@@ -33,9 +33,7 @@ FOOTER = struct.pack("<Q2I", 5, 24, 1) + FOOTER_MAGIC
 
 @at_the_edges
 @given(offset=U64, nbytes=U64)
-def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
-    offset: int, nbytes: int
-) -> None:
+def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(offset: int, nbytes: int) -> None:
     data = b"\0\0\0\0MP00" + struct.pack("<QQ", offset, nbytes)
     written = KINDS["mps"].pack(b"graph", offset, nbytes)
     assert b"".join(written) == data + b"graph"
@@ -44,9 +42,7 @@ def test_the_header_is_the_one_of_executorch_for_every_64_bit_number(
 
 @at_the_edges
 @given(offset=st.integers(0, 2**32 - 1), nbytes=U64)
-def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_graph(
-    offset: int, nbytes: int
-) -> None:
+def test_that_of_xnnpack_has_32_bits_for_the_region_and_the_exact_length_of_the_graph(offset: int, nbytes: int) -> None:
     data = b"\0\0\0\0XH00" + struct.pack("<HIIIQ", 30, 32, 5, offset, nbytes) + bytes(2)
     written = KINDS["xnnpack"].pack(b"graph", offset, nbytes)
     assert b"".join(written) == data + b"graph"
@@ -113,17 +109,13 @@ def test_a_longer_header_of_a_ptd_is_read(nbytes: int, more: int) -> None:
 
 
 def test_locator_and_footer_are_the_bytes_of_the_format() -> None:
-    assert (
-        Locator(index_file_offset=1, index_nbytes=2, pack_nbytes=3, checksum=4).encode() == LOCATOR
-    )
+    assert Locator(index_file_offset=1, index_nbytes=2, pack_nbytes=3, checksum=4).encode() == LOCATOR
     assert Footer(checksum=5).encode() == FOOTER
     assert (LOCATOR_NBYTES, FOOTER_NBYTES) == (len(LOCATOR), len(FOOTER)) == (48, 24)
 
 
 @given(fields=st.tuples(U64, U64, U64, U64), before=st.binary(max_size=40))
-def test_a_record_is_read_from_its_end_whatever_stands_before(
-    fields: tuple[int, int, int, int], before: bytes
-) -> None:
+def test_a_record_is_read_from_its_end_whatever_stands_before(fields: tuple[int, int, int, int], before: bytes) -> None:
     data = before + struct.pack("<4Q2I", *fields, 48, 1) + LOCATOR_MAGIC
     assert Locator.decode(data) == (Locator(*fields), 48)
     assert Locator.decode(memoryview(data)) == (Locator(*fields), 48)
@@ -151,9 +143,7 @@ def test_one_record_is_not_taken_for_the_other() -> None:
         Footer.decode(LOCATOR)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "version"), [(0, 1), (40, 1), (49, 1), (56, 1), (2**32 - 1, 1), (48, 0)]
-)
+@pytest.mark.parametrize(("nbytes", "version"), [(0, 1), (40, 1), (49, 1), (56, 1), (2**32 - 1, 1), (48, 0)])
 def test_impossible_lengths_and_versions_are_damage(nbytes: int, version: int) -> None:
     data = LOCATOR[:32] + struct.pack("<2I", nbytes, version) + LOCATOR_MAGIC
     with pytest.raises(FormatError, match="the file is damaged"):

@@ -149,8 +149,7 @@ def test_all_that_reads_them_survives_them(name: str, share: Share, tmp_path: Pa
     tried = [*range(8, 40, 8), *range(40, end - 8, end // 8)]
     changed = with_numbers(data, tried, (2**32, 2**64 - 1), share, name)
     check_each(
-        chain(changed, cut(data, share.of(tried, name))),
-        lambda data: assert_all_survive(data, tmp_path / "file"),
+        chain(changed, cut(data, share.of(tried, name))), lambda data: assert_all_survive(data, tmp_path / "file")
     )
 
 
@@ -162,12 +161,8 @@ def test_positions_that_wrap_are_refused_in_every_record(bounded: None) -> None:
             assert_survives(payload)
             assert_survives(xnnpack([Constant((4,), offset, nbytes=nbytes, datatype=1)], bytes(16)))
             named = [Named("a", 0, 6, (4,), (0,))]
-            assert_survives(
-                ptd(named, [(offset, nbytes)], region=512, region_nbytes=16) + bytes(16)
-            )
-            assert_survives(
-                program([Delegate(0)], [(offset, nbytes)], base=512, segments_nbytes=0) + payload
-            )
+            assert_survives(ptd(named, [(offset, nbytes)], region=512, region_nbytes=16) + bytes(16))
+            assert_survives(program([Delegate(0)], [(offset, nbytes)], base=512, segments_nbytes=0) + payload)
 
 
 def test_dims_whose_product_wraps_are_told(bounded: None) -> None:
@@ -206,11 +201,7 @@ def test_a_long_name_is_not_told_with_every_constant(what: str, bounded: None) -
         name = "f" * nbytes
         method, backend = (name, "MPSBackend") if what == "method" else ("forward", name)
         head = program(
-            [Delegate(0, backend)],
-            [(0, len(payload))],
-            base=1 << 18,
-            segments_nbytes=len(payload),
-            method=method,
+            [Delegate(0, backend)], [(0, len(payload))], base=1 << 18, segments_nbytes=len(payload), method=method
         )
         if sound:
             assert len(survey(head + payload).constants) == 200

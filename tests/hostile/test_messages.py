@@ -58,9 +58,7 @@ def check(error: StreamPackError, expected: type[StreamPackError]) -> None:
     assert str(error).isprintable()
 
 
-def refused(
-    source: object, target: Path, expected: type[StreamPackError], **options: object
-) -> None:
+def refused(source: object, target: Path, expected: type[StreamPackError], **options: object) -> None:
     with pytest.raises(StreamPackError) as caught:
         stream_pack.convert(source, target, **options)  # type: ignore[arg-type]
     check(caught.value, expected)
@@ -87,10 +85,7 @@ SAFETENSORS: dict[str, Case] = {
         UnsupportedTensorError,
         lambda n: safetensors(f"{{{json.dumps(n)}: {entry(dtype=n)}}}"),
     ),
-    "an entry that is a number": (
-        UnsupportedCheckpointError,
-        lambda n: safetensors(f"{{{json.dumps(n)}: 1}}"),
-    ),
+    "an entry that is a number": (UnsupportedCheckpointError, lambda n: safetensors(f"{{{json.dumps(n)}: 1}}")),
     "offsets of another length": (
         UnsupportedCheckpointError,
         lambda n: safetensors(f"{{{json.dumps(n)}: {entry(shape=[1])}}}"),
@@ -150,10 +145,7 @@ def rebuilt_by(name: str) -> bytes:
 
 def with_record(name: str, *, times: int = 1, **changes: Any) -> bytes:
     """A checkpoint with records of a name of 65,000 bytes, which are changed as told."""
-    members = [
-        Member(f"archive/{record}", data)
-        for record, data in records(saved({"w": torch.ones(2)})).items()
-    ]
+    members = [Member(f"archive/{record}", data) for record, data in records(saved({"w": torch.ones(2)})).items()]
     named = Member(f"archive/{short(name, 65_000)}", bytes(8), **changes)
     return archive([*members, *times * [named]])
 
@@ -266,9 +258,7 @@ GGUF: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("cases", [SAFETENSORS, TORCH, GGUF], ids=["safetensors", "torch", "gguf"])
-def test_messages_about_one_file_are_short(
-    tmp_path: Path, cases: dict[str, Case], name: str
-) -> None:
+def test_messages_about_one_file_are_short(tmp_path: Path, cases: dict[str, Case], name: str) -> None:
     for what, (expected, build) in cases.items():
         source = tmp_path / what
         source.write_bytes(build(name))

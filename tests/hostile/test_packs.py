@@ -82,9 +82,7 @@ def test_constants_beyond_the_tensors_of_a_pack_cost_nothing(path: Path) -> None
     assert peak < count  # a byte for each of them is more than is needed
 
 
-def test_a_payload_that_names_one_constant_many_times_is_refused_before_all_are_decoded(
-    path: Path,
-) -> None:
+def test_a_payload_that_names_one_constant_many_times_is_refused_before_all_are_decoded(path: Path) -> None:
     count = 200_000
     data = pack_bytes(path, {"a": torch.ones(4)})
     at = places(data)
@@ -103,9 +101,7 @@ def test_a_payload_that_names_one_constant_many_times_is_refused_before_all_are_
 
 
 @pytest.mark.parametrize("nbytes", [4096 + 8, 1 << 20])
-def test_a_place_for_a_footer_longer_than_the_limit_is_refused(
-    path: Path, tmp_path: Path, nbytes: int
-) -> None:
+def test_a_place_for_a_footer_longer_than_the_limit_is_refused(path: Path, tmp_path: Path, nbytes: int) -> None:
     data = bytearray(pack_bytes(path, {"a": torch.ones(4)}))
     at = places(data)
     data[at.footer : at.footer] = bytes(nbytes - 24)

@@ -56,11 +56,7 @@ def numbers(values: tuple[int, ...]) -> bytes:
 
 
 def tensor(
-    *,
-    numel: int = 10,
-    offset: int = 0,
-    shape: tuple[int, ...] = (10,),
-    strides: tuple[int, ...] = (1,),
+    *, numel: int = 10, offset: int = 0, shape: tuple[int, ...] = (10,), strides: tuple[int, ...] = (1,)
 ) -> bytes:
     return (
         b"ctorch._utils\n_rebuild_tensor_v2\n("
@@ -71,9 +67,7 @@ def tensor(
 
 def state_dict(*items: bytes) -> bytes:
     """A pickle of {"w": item, ...}."""
-    return (
-        b"\x80\x02}" + b"".join(text(f"w{k}") + item + b"s" for k, item in enumerate(items)) + b"."
-    )
+    return b"\x80\x02}" + b"".join(text(f"w{k}") + item + b"s" for k, item in enumerate(items)) + b"."
 
 
 def test_the_tools_of_this_file_make_a_checkpoint_that_is_read() -> None:
@@ -133,16 +127,12 @@ def test_modules_that_are_named_are_not_imported() -> None:
 
 def test_all_unknown_names_are_listed_up_to_five() -> None:
     data = state_dict(*(f"cevil\nname{k}\n".encode() for k in range(30)))
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"'evil\.name0', .*'evil\.name4' and 25 more"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"'evil\.name0', .*'evil\.name4' and 25 more"):
         open_pickle(data)
 
 
 def test_a_tensor_made_by_a_function_that_torch_may_get_one_day_is_refused() -> None:
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"_rebuild_tensor_v9', which this version"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"_rebuild_tensor_v9', which this version"):
         open_pickle(state_dict(tensor().replace(b"tensor_v2", b"tensor_v9")))
 
 
@@ -279,9 +269,7 @@ def test_deep_or_exponential_nesting_neither_recurses_nor_hangs(value: bytes) ->
 
 def test_a_big_value_under_many_keys_is_looked_through_once() -> None:
     big = b"](" + b"]" * 100_000 + b"e"
-    shared = b"".join(
-        text(f"k{k}") + b"h\1\x85s" for k in range(50_000)
-    )  # looked through each time: hours
+    shared = b"".join(text(f"k{k}") + b"h\1\x85s" for k in range(50_000))  # looked through each time: hours
     source = open_pickle(state_dict(big + b"q\1", tensor())[:-1] + shared + b".")
     assert source.ignored == 50_001
 

@@ -18,9 +18,7 @@ from stream_pack.reader.verify import verify
 from tests.support.et_files import Constant, Delegate, Named, mps_payload, program
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "executorch"
-FILES = sorted(
-    path for path in VECTORS.glob("*/*") if path.suffix in {".pte", ".ptd", ".mp00", ".xh00"}
-)
+FILES = sorted(path for path in VECTORS.glob("*/*") if path.suffix in {".pte", ".ptd", ".mp00", ".xh00"})
 FAULTY = {"FAULT_float64_fp32", "FAULT_views_int32", "dtypes_all_fp32", "dtypes_supported_fp32"}
 PACKS = VECTORS / "programs" / "packs.pte"
 PACK_AT = (16384, 65536)
@@ -68,15 +66,11 @@ def test_a_program_is_header_program_payload_and_named_data() -> None:
         "program": 1616 - 40,
         "padding": 4288 - 1616 - 2 * 720 - 1024 - 64,
     }
-    assert [
-        (p.name, p.kind, p.nbytes, p.file_offset, len(p.keyed)) for p in description.payloads
-    ] == [
+    assert [(p.name, p.kind, p.nbytes, p.file_offset, len(p.keyed)) for p in description.payloads] == [
         ("forward/0", "xnnpack", 720, 1664, 2),
         ("forward/1", "xnnpack", 720, 1664 + 768, 2),
     ]
-    assert {row.name for row in description.rows} == {
-        key for payload in description.payloads for key in payload.keyed
-    }
+    assert {row.name for row in description.rows} == {key for payload in description.payloads for key in payload.keyed}
 
 
 def test_what_is_stored_once_is_shown_with_all_who_use_it(tmp_path: Path) -> None:
@@ -101,18 +95,12 @@ def test_a_segment_that_nobody_refers_to_is_called_so(tmp_path: Path) -> None:
     raw = mps_payload([Constant((4,), 0)], bytes(16))
     path = tmp_path / "program"
     path.write_bytes(
-        program(
-            [Delegate(0)], [(0, len(raw)), (len(raw), 8)], base=1024, segments_nbytes=len(raw) + 8
-        )
-        + raw
-        + bytes(8)
+        program([Delegate(0)], [(0, len(raw)), (len(raw), 8)], base=1024, segments_nbytes=len(raw) + 8) + raw + bytes(8)
     )
     assert parts(described(path))["segments without a name"] == 8
 
 
-def test_faults_stand_beside_the_constants_that_have_them(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_faults_stand_beside_the_constants_that_have_them(capfd: pytest.CaptureFixture[str]) -> None:
     path = VECTORS / "mps" / "FAULT_views_int32.pte"
     assert main(["inspect", str(path)]) == 0
     out, err = capfd.readouterr()
@@ -120,9 +108,7 @@ def test_faults_stand_beside_the_constants_that_have_them(
     assert err == ""
 
 
-def test_inspect_says_where_packs_are_and_reads_them_there(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_inspect_says_where_packs_are_and_reads_them_there(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(PACKS), "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert tuple(payload["file_offset"] for payload in found["payloads"]) == PACK_AT
@@ -190,9 +176,7 @@ def test_a_payload_opens_only_as_what_it_is(kind: str) -> None:
 # verify
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path != PACKS], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", [path for path in FILES if path != PACKS], ids=lambda path: path.name)
 def test_verify_lists_faults_or_says_that_there_is_nothing_to_verify_against(
     path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

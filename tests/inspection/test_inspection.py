@@ -47,24 +47,17 @@ def test_the_parts_are_where_the_format_says_and_fill_the_file(path: Path) -> No
     assert sum(parts.values()) == len(data)
 
 
-@given(
-    lengths=st.lists(st.integers(0, 20_000), max_size=12),
-    shared=st.booleans(),
-)
+@given(lengths=st.lists(st.integers(0, 20_000), max_size=12), shared=st.booleans())
 def test_the_parts_fill_any_file_exactly(
     lengths: list[int], shared: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("describe") / "pack"
-    content = {
-        str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(lengths)
-    }
+    content = {str(number): torch.zeros(nbytes, dtype=torch.uint8) for number, nbytes in enumerate(lengths)}
     if shared:
         content.update({f"again {name}": tensor for name, tensor in content.items()})
     pack_bytes(path, content)
     description = described(path)
-    assert (
-        sum(part.nbytes for part in description.parts) == description.nbytes == path.stat().st_size
-    )
+    assert sum(part.nbytes for part in description.parts) == description.nbytes == path.stat().st_size
     assert description.tensors_nbytes == sum(lengths) * (2 if shared else 1)
 
 
@@ -95,9 +88,7 @@ def test_the_json_holds_everything_and_is_plain(path: Path) -> None:
     pack_bytes(path, metadata={"format": "pt"})
     decoded = json.loads(json.dumps(described(path).to_json()))
     assert decoded["tensors"] == 7
-    assert (
-        decoded["nbytes"] == path.stat().st_size == sum(part["nbytes"] for part in decoded["parts"])
-    )
+    assert decoded["nbytes"] == path.stat().st_size == sum(part["nbytes"] for part in decoded["parts"])
     assert decoded["metadata"] == {"format": "pt"}
     assert decoded["rows"][0]["name"] == "embed"
     assert decoded["rows"][0]["shape"] == [96, 32]
@@ -110,18 +101,7 @@ def test_the_table_is_aligned_and_exact(path: Path) -> None:
     lines = described(path).to_text().splitlines()
     head, first, second = lines[:3]
     assert head.split() == ["name", "dtype", "shape", "nbytes", "file", "offset"]
-    assert first.split() == [
-        "embed",
-        "float32",
-        "[96,",
-        "32]",
-        "12288",
-        "16384",
-        "tied",
-        "with",
-        "head,",
-        "page",
-    ]
+    assert first.split() == ["embed", "float32", "[96,", "32]", "12288", "16384", "tied", "with", "head,", "page"]
     assert first.index("12288") + 5 == head.index("nbytes") + 6 == second.index(" 14 ") + 3
     assert f"{path.stat().st_size}" in "".join(line for line in lines if line.startswith("file "))
     assert "metadata made by = a\\nb" in lines
@@ -140,20 +120,14 @@ def test_names_that_a_model_has_are_cut_only_for_a_width(path: Path) -> None:
     pack_bytes(path, {name: torch.zeros(2, 3)})
     assert name in described(path).to_text()
     for width in (80, 120):
-        (row,) = [
-            line
-            for line in described(path).to_text(width).splitlines()
-            if line.startswith("layer.")
-        ]
+        (row,) = [line for line in described(path).to_text(width).splitlines() if line.startswith("layer.")]
         assert len(row) <= width
         assert "…" in row
         assert row.split()[1:5] == ["float32", "[2,", "3]", "24"]
 
 
 @pytest.mark.parametrize("character", ["n", "\x00", "\U000f0000"])
-def test_a_very_long_name_comes_whole_once_in_the_json_and_cut_in_the_text(
-    path: Path, character: str
-) -> None:
+def test_a_very_long_name_comes_whole_once_in_the_json_and_cut_in_the_text(path: Path, character: str) -> None:
     name, tensor = character * 40_000, torch.zeros(4)
     pack_bytes(path, {name: tensor, **{str(n): tensor for n in range(300)}})
     description = described(path)
@@ -189,9 +163,7 @@ def test_the_root_checksum_is_that_of_the_file_as_a_foreign_reader_finds_it(path
     assert inspection.to_json()["checksum"] == f"{expected:016x}"
 
 
-def test_the_library_says_what_the_command_prints(
-    path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_library_says_what_the_command_prints(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pack_bytes(path, metadata={"format": "pt"})
     for before in (0, 16384):
         inside = path.with_name(f"at {before}")

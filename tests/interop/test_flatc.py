@@ -55,14 +55,7 @@ def test_the_graph_names_every_tensor_and_has_no_nodes(tmp_path: Path) -> None:
         )
         for value in values
     ] == [
-        (
-            tensor.dtype,
-            tensor.shape,
-            len(tensor.shape),
-            len(tensor.data),
-            tensor.file_offset - 16384,
-            {"storage": []},
-        )
+        (tensor.dtype, tensor.shape, len(tensor.shape), len(tensor.data), tensor.file_offset - 16384, {"storage": []})
         for tensor in tensors.values()
     ]
 
@@ -76,10 +69,7 @@ def test_the_graph_of_xnnpack_has_every_tensor_as_a_constant_and_no_nodes(tmp_pa
     reserved = {"offset": 0, "size": 0}
     assert graph["constant_data"] == [
         reserved,
-        *(
-            {"offset": tensor.file_offset - 16384, "size": len(tensor.data)}
-            for tensor in read(vector).tensors.values()
-        ),
+        *({"offset": tensor.file_offset - 16384, "size": len(tensor.data)} for tensor in read(vector).tensors.values()),
     ]
 
 
@@ -138,9 +128,7 @@ def test_the_generated_modules_are_what_the_compiler_makes_of_the_schemas(tmp_pa
     [2**31 - 1, 2**31, 2**32 - 16, 2**32, 2**57 + 16, 2**62 - 2**20],
     ids=["2**31-1", "2**31", "2**32-16", "2**32", "2**57+16", "2**62-2**20"],
 )
-def test_lengths_and_offsets_at_the_edges_of_integers_arrive_whole(
-    before: int, tmp_path: Path
-) -> None:
+def test_lengths_and_offsets_at_the_edges_of_integers_arrive_whole(before: int, tmp_path: Path) -> None:
     # FB#6942, FB#7536, FB#5081.  Two tensors: the length of the first decides the offset of the second.
     builder = CatalogBuilder()
     builder.add("first", BY_NAME["uint8"], (before,), storage=0, start=0)

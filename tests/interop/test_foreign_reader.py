@@ -60,14 +60,9 @@ def test_a_vector_converts_into_any_other_by_itself(source: To, to: To, tmp_path
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
-def test_a_checkpoint_through_a_pipe_gives_the_vector_whatever_the_hash_seed(
-    seed: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_through_a_pipe_gives_the_vector_whatever_the_hash_seed(seed: str, tmp_path: Path) -> None:
     torch.save(tensors_of_the_vector(), tmp_path / "checkpoint")
-    program = (
-        "import stream_pack, sys\n"
-        "stream_pack.convert(0, 1, metadata={'format': 'pt'}, spool_dir=sys.argv[1])"
-    )
+    program = "import stream_pack, sys\nstream_pack.convert(0, 1, metadata={'format': 'pt'}, spool_dir=sys.argv[1])"
     with subprocess.Popen(["cat", tmp_path / "checkpoint"], stdout=subprocess.PIPE) as producer:
         result = subprocess.run(
             [sys.executable, "-c", program, tmp_path],
@@ -113,10 +108,7 @@ def test_every_tensor_comes_back_bit_for_bit(
 def test_the_parts_stand_where_the_text_says(tmp_path: Path) -> None:
     path = tmp_path / "pack"
     # One byte more than two blocks, and a tensor large enough for a page.
-    tensors = {
-        "small": np.arange(8193, dtype=np.uint8),
-        "large": np.full(1 << 20, 7, np.uint8),
-    }
+    tensors = {"small": np.arange(8193, dtype=np.uint8), "large": np.full(1 << 20, 7, np.uint8)}
     stream_pack.save_file(tensors, path, block_nbytes=4096)
     data = path.read_bytes()
     region, region_nbytes = struct.unpack_from("<QQ", data, 8)

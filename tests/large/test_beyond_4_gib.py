@@ -30,9 +30,7 @@ def sparse_path(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("to", ["mps", "xnnpack", "ptd"])
 def test_a_tensor_may_stand_above_4_gib(to: To, sparse_path: Path) -> None:
     report = stream_pack.convert(
-        SparseSource({"a": ("uint8", (5 * GIB,)), "b": ("float64", (3,)), "c": ("int64", (1,))}),
-        sparse_path,
-        to=to,
+        SparseSource({"a": ("uint8", (5 * GIB,)), "b": ("float64", (3,)), "c": ("int64", (1,))}), sparse_path, to=to
     )
     assert report.target_nbytes == sparse_path.stat().st_size > 5 * GIB
     with stream_pack.open(sparse_path) as pack:

@@ -62,16 +62,12 @@ def assert_cast(target: Path) -> None:
             assert np.array_equal(pack["t"].numpy()[row], matrix[:, row].astype("<f2"))
 
 
-def test_casting_and_transposing_a_gibibyte_from_a_file_stays_below_80_mib(
-    model: Path, target: Path
-) -> None:
+def test_casting_and_transposing_a_gibibyte_from_a_file_stays_below_80_mib(model: Path, target: Path) -> None:
     assert convert(model, target, "--jobs", 4, "--dtype", "f16") < LIMIT
     assert_cast(target)
 
 
-def test_casting_and_transposing_a_gibibyte_from_a_pipe_stays_below_80_mib(
-    model: Path, target: Path
-) -> None:
+def test_casting_and_transposing_a_gibibyte_from_a_pipe_stays_below_80_mib(model: Path, target: Path) -> None:
     assert convert("-", target, "--dtype", "bf16", piped=model) < LIMIT
 
 
@@ -85,20 +81,9 @@ def test_lc7075_cast_transpose_and_split_of_a_gibibyte_take_less_than_they_are_a
 
 
 @pytest.mark.parametrize("piped", [False, True])
-def test_the_least_memory_that_a_refusal_names_is_enough(
-    model: Path, target: Path, piped: bool
-) -> None:
+def test_the_least_memory_that_a_refusal_names_is_enough(model: Path, target: Path, piped: bool) -> None:
     source = "-" if piped else str(model)
-    argv = [
-        sys.executable,
-        "-m",
-        "stream_pack",
-        "convert",
-        "--max-memory",
-        "1",
-        str(source),
-        str(target),
-    ]
+    argv = [sys.executable, "-m", "stream_pack", "convert", "--max-memory", "1", str(source), str(target)]
     with open(model, "rb") as file:
         refused = subprocess.run(argv, stdin=file, capture_output=True, text=True, check=False)
     assert refused.returncode == 3
@@ -122,21 +107,9 @@ def test_et3850_widening_works_where_a_quarter_of_the_model_is_all_there_is(tmp_
     def limit_address_space() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (nbytes // 4, nbytes // 4))
 
-    argv = [
-        sys.executable,
-        "-m",
-        "stream_pack",
-        "convert",
-        "--quiet",
-        "--dtype",
-        "f32",
-        str(source),
-        str(target),
-    ]
+    argv = [sys.executable, "-m", "stream_pack", "convert", "--quiet", "--dtype", "f32", str(source), str(target)]
     # Of NumPy's linear algebra, which nobody calls here, every thread reserves address space.
-    subprocess.run(
-        argv, env={"OPENBLAS_NUM_THREADS": "1"}, preexec_fn=limit_address_space, check=True
-    )
+    subprocess.run(argv, env={"OPENBLAS_NUM_THREADS": "1"}, preexec_fn=limit_address_space, check=True)
     assert target.stat().st_size > 2 * nbytes
     target.unlink()
     source.unlink()
@@ -150,8 +123,8 @@ def test_ten_thousand_tensors_take_no_more_than_was_foretold_or_allowed(
     torch.save({f"layers.{n}.weight": torch.full((25,), float(n)) for n in range(10_000)}, source)
     argv = [sys.executable, "-m", "stream_pack", "convert", "--dry-run", "--json"]
     for allowed in ((), ("--max-memory", "60M")):
-        foretold = json.loads(
-            measure([*argv, str(source), str(target), *options, *allowed]).stdout
-        )["peak_memory_nbytes"]
+        foretold = json.loads(measure([*argv, str(source), str(target), *options, *allowed]).stdout)[
+            "peak_memory_nbytes"
+        ]
         assert convert(source, target, *options, *allowed) < foretold
     assert foretold <= 60 * MIB

@@ -55,20 +55,10 @@ def program_file(path: Path) -> Path:
         base=1024,
         segments_nbytes=sum(lengths),
     )
-    return sparse(
-        path,
-        {
-            0: head + first,
-            1024 + len(first) + FAR: VALUES.tobytes() + second + third,
-        },
-    )
+    return sparse(path, {0: head + first, 1024 + len(first) + FAR: VALUES.tobytes() + second + third})
 
 
-MAKE: dict[str, Callable[[Path], Path]] = {
-    "mps": payload,
-    "ptd": data_file,
-    "pte": program_file,
-}
+MAKE: dict[str, Callable[[Path], Path]] = {"mps": payload, "ptd": data_file, "pte": program_file}
 
 
 @pytest.mark.parametrize("kind", MAKE)

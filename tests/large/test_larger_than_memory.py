@@ -52,10 +52,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (encoded.head.region_file_offset - len(encoded.locator), encoded.locator),
             (encoded.head.region_file_offset + offsets[0], first),
             (encoded.head.region_file_offset + offsets[2], last),
-            (
-                encoded.head.checksums_file_offset,
-                checksums + encode_footer(encoded.head, checksums),
-            ),
+            (encoded.head.checksums_file_offset, checksums + encode_footer(encoded.head, checksums)),
         ]:
             os.pwrite(file.fileno(), data, place)
     yield path

@@ -26,9 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("memory")
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        f"layers.{number}.weight": torch.empty(8 * MIB, dtype=torch.int32).random_(
-            generator=generator
-        )
+        f"layers.{number}.weight": torch.empty(8 * MIB, dtype=torch.int32).random_(generator=generator)
         for number in range(32)
     }
     torch.save(tensors, folder / "model.pt")
@@ -115,9 +113,7 @@ with stream_pack.Writer(target, specs) as writer:
 
 
 @pytest.mark.parametrize("to", ["path", "stream"])
-def test_a_gibibyte_that_a_generator_makes_is_written_in_less_than_80_mib(
-    to: str, folder: Path
-) -> None:
+def test_a_gibibyte_that_a_generator_makes_is_written_in_less_than_80_mib(to: str, folder: Path) -> None:
     """ST#531, ST#447: tensors that never exist whole in memory."""
     target = folder / "written.pack"
     argv = [sys.executable, "-c", WRITE, str(target) if to == "path" else "-"]

@@ -18,11 +18,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.support.memory import measure, needs_proc
@@ -79,15 +75,10 @@ def distributed(folder: Path) -> None:
     entry = TensorStorageMetadata(
         metadata.state_dict_metadata["0"].properties,
         torch.Size([rows, columns * ranks]),
-        [
-            ChunkStorageMetadata(torch.Size([0, columns * rank]), torch.Size([rows, columns]))
-            for rank in range(ranks)
-        ],
+        [ChunkStorageMetadata(torch.Size([0, columns * rank]), torch.Size([rows, columns])) for rank in range(ranks)],
     )
     data = {MetadataIndex("w", (0, columns * rank)): place for rank, place in places.items()}
-    whole = replace(
-        metadata, state_dict_metadata={"w": entry}, storage_data=data, planner_data=None
-    )
+    whole = replace(metadata, state_dict_metadata={"w": entry}, storage_data=data, planner_data=None)
     (folder / ".metadata").write_bytes(pickle.dumps(whole))
 
 

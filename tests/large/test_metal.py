@@ -72,10 +72,7 @@ def test_a_tensor_of_six_gib_is_bound_whole_and_in_place(sparse: Path) -> None:
 def test_the_plan_warns_of_what_old_systems_and_phones_cannot_do(sparse: Path) -> None:
     with stream_pack.open(sparse) as pack:
         plan = plan_metal(pack, max_buffer_length=8 * GIB)
-    assert plan.warnings == (
-        "4 GiB or more: MPS aborts on systems before macOS 15 ('wide')",
-        IOS_HINT,
-    )
+    assert plan.warnings == ("4 GiB or more: MPS aborts on systems before macOS 15 ('wide')", IOS_HINT)
     assert "working set: 8.00 GiB (Macs recommend" in plan.to_text()
 
 

@@ -80,8 +80,7 @@ def test_a_million_records_that_no_tensor_needs_take_bounded_memory(tmp_path: Pa
 
 def safetensors_of_many(path: Path) -> None:
     offsets = {
-        f"layers.{n}.weight": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]}
-        for n in range(200_000)
+        f"layers.{n}.weight": {"dtype": "F32", "shape": [1], "data_offsets": [4 * n, 4 * n + 4]} for n in range(200_000)
     }
     header = json.dumps(offsets).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(800_000))
@@ -90,9 +89,7 @@ def safetensors_of_many(path: Path) -> None:
 def gguf_of_a_vocabulary(path: Path) -> None:
     """Two million numbers before the data, which are 40 MB as text."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_key_value(
-        "scores", np.random.default_rng(0).random(2_000_000).tolist(), ARRAY, DOUBLE
-    )
+    writer.add_key_value("scores", np.random.default_rng(0).random(2_000_000).tolist(), ARRAY, DOUBLE)
     writer.add_tensor("w", np.arange(3, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -119,9 +116,7 @@ def limited(limit: int, source: Path, target: object) -> Measured:
 
 
 @pytest.mark.parametrize("write", [safetensors_of_many, gguf_of_a_vocabulary])
-def test_a_limit_is_kept_while_the_head_of_a_checkpoint_is_read(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_limit_is_kept_while_the_head_of_a_checkpoint_is_read(write: Callable[[Path], None], tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "pack"
     write(source)
     for limit in (100 * MB, 200 * MB, 300 * MB, 500 * MB):
@@ -140,10 +135,7 @@ def hugging_face_of_many(folder: Path) -> None:
     for number in range(5):
         names = NAMES[number::5]
         header = json.dumps(
-            {
-                name: {"dtype": "U8", "shape": [1], "data_offsets": [k, k + 1]}
-                for k, name in enumerate(names)
-            }
+            {name: {"dtype": "U8", "shape": [1], "data_offsets": [k, k + 1]} for k, name in enumerate(names)}
         ).encode()
         data = len(header).to_bytes(8, "little") + header + bytes(len(names))
         (folder / f"{number}.safetensors").write_bytes(data)
@@ -193,8 +185,7 @@ def pickle_bomb(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "write",
-    [hugging_face_of_many, distributed_of_many, torch_save_of_many, deflated_of_many, pickle_bomb],
+    "write", [hugging_face_of_many, distributed_of_many, torch_save_of_many, deflated_of_many, pickle_bomb]
 )
 def test_a_limit_is_kept_while_a_pickle_or_the_files_of_a_set_are_read(
     write: Callable[[Path], None], tmp_path: Path
@@ -211,8 +202,6 @@ def test_the_forecast_names_the_limit_that_the_conversion_has(tmp_path: Path) ->
     source = tmp_path / "source"
     safetensors_of_many(source)
     enough = 270 * MB  # for the plan, not for streaming
-    foretold, real = (
-        int(limited(enough, source, target).stdout) for target in ("forecast", tmp_path / "pack")
-    )
+    foretold, real = (int(limited(enough, source, target).stdout) for target in ("forecast", tmp_path / "pack"))
     assert foretold > enough
     assert abs(foretold - real) < 2 * MB

@@ -18,16 +18,7 @@ from stream_pack.metal.device import Device
 from stream_pack.metal.objc import Runtime
 from tests.metal.standin import StandIn
 
-__all__ = [
-    "KINDS",
-    "Bench",
-    "c_bench",
-    "c_library",
-    "compiler",
-    "gone",
-    "native_bench",
-    "python_bench",
-]
+__all__ = ["KINDS", "Bench", "c_bench", "c_library", "compiler", "gone", "native_bench", "python_bench"]
 
 KINDS = ("python", "c", "native") if sys.platform == "darwin" else ("python", "c")
 
@@ -49,9 +40,7 @@ class Bench:
 
 def python_bench() -> Bench:
     standin = StandIn()
-    return Bench(
-        "python", standin.runtime, standin.wait, standin.live, lambda: list(standin.violations)
-    )
+    return Bench("python", standin.runtime, standin.wait, standin.live, lambda: list(standin.violations))
 
 
 def native_bench() -> Bench:
@@ -105,9 +94,7 @@ def load_c(library: Path) -> Bench:
         sel_register_name=address("sel_registerName"),
         get_class=address("objc_getClass"),
         create_system_default_device=address("MTLCreateSystemDefaultDevice"),
-        global_block_class=ctypes.addressof(
-            ctypes.c_void_p.in_dll(standin, "_NSConcreteGlobalBlock")
-        ),
+        global_block_class=ctypes.addressof(ctypes.c_void_p.in_dll(standin, "_NSConcreteGlobalBlock")),
         translated=False,
     )
     violations = lambda: ["see standin.c"] * count("standin_violations")  # noqa: E731

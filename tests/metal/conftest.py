@@ -17,9 +17,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(params=KINDS)
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Each Metal system there is; on a Mac the real one must be among them."""
     if request.param == "c":
         if compiler() is None:
@@ -55,9 +53,7 @@ def arrays() -> dict[str, NDArray[np.generic]]:
 
 
 @pytest.fixture(scope="session")
-def pack_path(
-    arrays: dict[str, NDArray[np.generic]], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def pack_path(arrays: dict[str, NDArray[np.generic]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("metal") / "model.pack"
     stream_pack.save_file(arrays, path)
     return path

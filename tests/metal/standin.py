@@ -197,9 +197,7 @@ class StandIn:
             self.violations.append(repr(error))
             return None
 
-    def _wrap(
-        self, _: int, address: int, nbytes: int, options: int, block: int, *__: int
-    ) -> int | None:
+    def _wrap(self, _: int, address: int, nbytes: int, options: int, block: int, *__: int) -> int | None:
         wrong = [
             problem
             for problem, applies in (

@@ -128,9 +128,7 @@ def test_a_buffer_that_metal_does_not_make_is_an_error_and_keeps_nothing(
     other = device.wrap(memory, memory.ctypes.data, PAGE)
     standin.nil = True
     references = sys.getrefcount(memory)
-    with pytest.raises(
-        MetalBufferError, match="returned no buffer for .*increased-memory-limit"
-    ) as caught:
+    with pytest.raises(MetalBufferError, match="returned no buffer for .*increased-memory-limit") as caught:
         device.wrap(memory, memory.ctypes.data, PAGE)
     assert caught.value.nbytes == PAGE
     del caught
@@ -206,10 +204,7 @@ def test_after_fork_the_child_is_told_so_and_sends_nothing(memory: NDArray[np.ui
         lambda: device.has_unified_memory,
         lambda: Device.default(standin.runtime),
     ):
-        assert (
-            "MetalUnavailable: Metal does not work after a fork, and process"
-            in in_a_forked_child(action)
-        )
+        assert "MetalUnavailable: Metal does not work after a fork, and process" in in_a_forked_child(action)
     assert standin.live() == 1
 
 

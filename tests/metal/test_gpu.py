@@ -34,9 +34,7 @@ class Gpu:
     def copy(self, view: MetalView) -> bytes:
         """The tensor's bytes, as the GPU reads them."""
         send = self.messages.send
-        whole_words = (
-            -(-view.nbytes // 4) * 4
-        )  # a blit copies multiples of 4; padding follows every tensor
+        whole_words = -(-view.nbytes // 4) * 4  # a blit copies multiples of 4; padding follows every tensor
         target = send(self.device.pointer, "newBufferWithLength:options:", whole_words, 0)
         with self.messages.pool():
             commands = send(self.queue, "commandBuffer")
@@ -89,24 +87,18 @@ def test_the_gpu_reads_windows_of_one_mib(bench: Bench, tmp_path: Path) -> None:
     gpu.close()
 
 
-def test_the_gpu_reads_a_buffer_that_begins_with_a_tensor(
-    bench: Bench, pack_path: Path, arrays: Arrays
-) -> None:
+def test_the_gpu_reads_a_buffer_that_begins_with_a_tensor(bench: Bench, pack_path: Path, arrays: Arrays) -> None:
     device = bench.device()
     gpu = Gpu(device)
     with stream_pack.metal.open(pack_path, device=device) as weights:
         own = weights.own_buffer("head")
         view = weights["head"]
-        alone = MetalView(
-            view.name, view.dtype, view.shape, view.nbytes, 0, own, weights.own_buffer
-        )
+        alone = MetalView(view.name, view.dtype, view.shape, view.nbytes, 0, own, weights.own_buffer)
         assert gpu.copy(alone) == arrays["head"].tobytes()
     gpu.close()
 
 
-def test_the_deallocator_is_called_after_the_gpu_has_used_the_buffer(
-    bench: Bench, pack_path: Path
-) -> None:
+def test_the_deallocator_is_called_after_the_gpu_has_used_the_buffer(bench: Bench, pack_path: Path) -> None:
     device = bench.device()
     gpu = Gpu(device)
     with stream_pack.metal.open(pack_path, device=device) as weights:

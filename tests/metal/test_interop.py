@@ -185,16 +185,12 @@ def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(
     assert mlx == []
 
 
-def test_a_tensor_without_bytes_cannot_be_an_mlx_array(
-    weights: Weights, mlx: list[DLManagedTensor]
-) -> None:
+def test_a_tensor_without_bytes_cannot_be_an_mlx_array(weights: Weights, mlx: list[DLManagedTensor]) -> None:
     with pytest.raises(MetalBufferError, match="has no bytes"):
         interop.to_mlx(weights["empty"])
 
 
-def test_a_torch_that_ignores_byte_offset_is_found_out(
-    weights: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_ignores_byte_offset_is_found_out(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     # What torch up to 2.9 makes of the capsule: a tensor at the buffer's first byte.
@@ -271,11 +267,7 @@ os._exit(0)
 @pytest.mark.skipif(on_a_mac, reason="the real PyTorch would use the stand-in's buffers")
 def test_torch_takes_every_tensor_with_its_offset_and_keeps_the_buffer(pack_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", TORCH, pack_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", TORCH, pack_path], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
@@ -300,11 +292,7 @@ with interop._lent().capsule(weights["head"]) as capsule:
 
 def test_at_exit_what_others_still_hold_is_left_to_them_without_a_deleter(pack_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", EXIT, pack_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-X", "dev", "-c", EXIT, pack_path], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr) == ("deleter None live 1\n", "")
     assert result.returncode == 0
@@ -352,9 +340,7 @@ def test_a_graph_is_fed_a_tensor_without_dims_as_one_element(
     assert pyobjc[0][1:] == ([1], 0x1000_0020)
 
 
-def test_a_device_of_pyobjc_is_used_as_it_is(
-    standin: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_of_pyobjc_is_used_as_it_is(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = Device.default(standin.runtime)
     monkeypatch.setattr("stream_pack.metal.objc.native", lambda: standin.runtime)
     pointer = c_void_p(theirs.pointer)
@@ -390,10 +376,7 @@ def test_torch_on_a_mac_reads_what_the_cpu_reads(bench: Bench, pack_path: Path) 
     import torch
 
     assert torch.backends.mps.is_available()
-    with (
-        stream_pack.metal.open(pack_path, device=bench.device()) as weights,
-        stream_pack.open(pack_path) as pack,
-    ):
+    with stream_pack.metal.open(pack_path, device=bench.device()) as weights, stream_pack.open(pack_path) as pack:
         for view in every(weights):
             assert torch.equal(interop.to_torch(view).cpu(), pack[view.name].torch()), view.name
         assert interop.to_torch(weights["empty"]).shape == (0, 7)
@@ -401,9 +384,7 @@ def test_torch_on_a_mac_reads_what_the_cpu_reads(bench: Bench, pack_path: Path) 
 
 @mac_only
 @pytest.mark.filterwarnings("default")  # another library's warnings are not ours
-def test_mlx_on_a_mac_reads_what_the_cpu_reads(
-    bench: Bench, pack_path: Path, arrays: Arrays
-) -> None:
+def test_mlx_on_a_mac_reads_what_the_cpu_reads(bench: Bench, pack_path: Path, arrays: Arrays) -> None:
     native(bench, "mlx")
     with stream_pack.metal.open(pack_path, device=bench.device()) as weights:
         for view in every(weights):

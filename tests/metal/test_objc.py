@@ -106,9 +106,7 @@ def test_an_owner_is_dropped_on_the_thread_that_the_driver_happens_to_use(standi
 
 
 @pytest.mark.parametrize("settled_by", ["keep", "forget", "kept"])
-def test_a_deallocator_never_waits_for_whoever_is_at_work_in_the_registry(
-    standin: StandIn, settled_by: str
-) -> None:
+def test_a_deallocator_never_waits_for_whoever_is_at_work_in_the_registry(standin: StandIn, settled_by: str) -> None:
     # It may interrupt its own thread there, when a collection drops a buffer: waiting would be for ever.
     registry = objc._registry()
     owner = Owner()
@@ -218,9 +216,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(c_library(tmp_path_factory.getbasetemp()))
 
 
-@pytest.mark.parametrize(
-    ("loader", "milliseconds", "left"), [(ctypes.CDLL, 60_000, 0), (ctypes.PyDLL, 50, 1)]
-)
+@pytest.mark.parametrize(("loader", "milliseconds", "left"), [(ctypes.CDLL, 60_000, 0), (ctypes.PyDLL, 50, 1)])
 def test_a_deallocator_waits_for_pythons_lock_so_nobody_may_hold_it_and_wait_for_the_gpu(
     library: str, tmp_path_factory: pytest.TempPathFactory, pack_path: Path,
     loader: type[ctypes.CDLL], milliseconds: int, left: int,
@@ -257,15 +253,10 @@ def test_the_runtime_of_a_mac_is_found_in_its_libraries_with_coregraphics_loaded
     monkeypatch.setattr(ctypes, "CDLL", load)
     runtime = objc.native.__wrapped__()
     frameworks = "/System/Library/Frameworks"
-    assert loaded[:2] == [
-        f"{frameworks}/CoreGraphics.framework/CoreGraphics",
-        f"{frameworks}/Metal.framework/Metal",
-    ]
+    assert loaded[:2] == [f"{frameworks}/CoreGraphics.framework/CoreGraphics", f"{frameworks}/Metal.framework/Metal"]
     assert set(loaded[2:]) == {"/usr/lib/libobjc.A.dylib", "/usr/lib/libSystem.B.dylib"}
     assert runtime.translated is expected
-    assert runtime.global_block_class == ctypes.addressof(
-        c_void_p.in_dll(standin, "_NSConcreteGlobalBlock")
-    )
+    assert runtime.global_block_class == ctypes.addressof(c_void_p.in_dll(standin, "_NSConcreteGlobalBlock"))
     messages = Messages(runtime, MESSAGES)
     device = objc.default_device(runtime, messages)
     assert device is not None
@@ -282,18 +273,8 @@ def test_the_runtime_of_a_mac_is_found_in_its_libraries_with_coregraphics_loaded
         ("vI", [0x9000_0010], None),
     ],
 )
-def test_a_message_passes_every_argument_whole(
-    encoding: str, words: list[int], result: int | None
-) -> None:
-    types = {
-        "@": c_void_p,
-        "^v": c_void_p,
-        "Q": c_ulong,
-        "q": c_long,
-        ":": c_void_p,
-        "@?": c_void_p,
-        "Z": c_bool,
-    }
+def test_a_message_passes_every_argument_whole(encoding: str, words: list[int], result: int | None) -> None:
+    types = {"@": c_void_p, "^v": c_void_p, "Q": c_ulong, "q": c_long, ":": c_void_p, "@?": c_void_p, "Z": c_bool}
     kind = {"Q": c_ulong, "q": c_long, "Z": c_bool, "@": c_void_p, "v": None}[encoding[0]]
     arguments = {
         "Q@^vQQ@?": ("@", "^v", "Q", "Q", "@?"), "qq": ("q",), "Zq": ("q",), "@:": (":",), "vI": ("Q",)
@@ -305,9 +286,7 @@ def test_a_message_passes_every_argument_whole(
         return result
 
     function = ctypes.CFUNCTYPE(kind, c_void_p, c_void_p, *(types[a] for a in arguments))(receive)
-    sender: Callable[..., object] = objc.prototype(encoding)(
-        ctypes.cast(function, c_void_p).value or 0
-    )
+    sender: Callable[..., object] = objc.prototype(encoding)(ctypes.cast(function, c_void_p).value or 0)
     assert sender(1, 2, *words) == result
     assert seen == words
 

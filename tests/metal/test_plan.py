@@ -89,10 +89,7 @@ def test_what_needs_a_newer_system_or_is_missing_in_mps_is_warned_of(tmp_path: P
     with stream_pack.open(path) as pack:
         warnings = plan_metal(pack).warnings
     assert warnings[0] == "bfloat16 needs macOS 14 ('b')"
-    assert (
-        warnings[1]
-        == "MPS has no dtype 'float64': only your own kernels can use it ('d' and 1 more)"
-    )
+    assert warnings[1] == "MPS has no dtype 'float64': only your own kernels can use it ('d' and 1 more)"
     assert "not at a multiple of 256" in warnings[2]
     assert len(warnings) == 3
 
@@ -110,9 +107,7 @@ def test_a_limit_below_a_page_is_refused(pack_path: Path) -> None:
 # The command.
 
 
-def test_the_command_prints_windows_and_a_summary(
-    pack_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_windows_and_a_summary(pack_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["metal-plan", str(pack_path), "--max-buffer-length", "3M"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith("window 0: ")
@@ -121,9 +116,7 @@ def test_the_command_prints_windows_and_a_summary(
     assert lines[-1].endswith(" MiB mapped, 0 B copied")
 
 
-def test_the_command_prints_json_and_takes_fractions(
-    pack_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_json_and_takes_fractions(pack_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["metal-plan", str(pack_path), "--max-buffer-length", "3.5G", "--json"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert plan["max_buffer_length"] == 3_758_096_384
@@ -141,9 +134,7 @@ def test_the_command_fails_when_a_tensor_cannot_be_used_in_place(
 
 
 @pytest.mark.parametrize("wrong", ["4K", "0", "1.00001G", "many", "3.5.1G"])
-def test_a_limit_that_cannot_be_is_wrong_usage(
-    pack_path: Path, wrong: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_limit_that_cannot_be_is_wrong_usage(pack_path: Path, wrong: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["metal-plan", str(pack_path), "--max-buffer-length", wrong]) == 2
     assert capfd.readouterr().err
 

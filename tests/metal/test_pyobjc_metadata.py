@@ -40,15 +40,7 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         [
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder),
             *("--platform", "macosx_11_0_universal2", "--platform", "macosx_10_13_universal2"),
-            *(
-                "--only-binary=:all:",
-                "--python-version",
-                "3.12",
-                "--retries",
-                "1",
-                "--timeout",
-                "20",
-            ),
+            *("--only-binary=:all:", "--python-version", "3.12", "--retries", "1", "--timeout", "20"),
             *(f"{package}=={VERSION}" for package in PACKAGES),
         ],
         capture_output=True,
@@ -99,18 +91,14 @@ def encoding(about: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("selector", sorted((MESSAGES | BLIT_MESSAGES).keys() - FOUNDATION))
-def test_every_message_has_the_types_of_apples_headers(
-    metadata: dict[str, str], selector: str
-) -> None:
+def test_every_message_has_the_types_of_apples_headers(metadata: dict[str, str], selector: str) -> None:
     about = methods(metadata["Metal"])[selector]
     ours = (MESSAGES | BLIT_MESSAGES)[selector]
     # Enumerations are signed or not as their headers happen to say; the register is the same.
     assert encoding(about).replace("q", "Q") == ours.replace("q", "Q")
 
 
-def test_the_deallocator_takes_a_pointer_and_a_length_and_returns_nothing(
-    metadata: dict[str, str],
-) -> None:
+def test_the_deallocator_takes_a_pointer_and_a_length_and_returns_nothing(metadata: dict[str, str]) -> None:
     about = methods(metadata["Metal"])["newBufferWithBytesNoCopy:length:options:deallocator:"]
     block = about["arguments"][5]["callable"]
     assert block["retval"] == {"type": b"v"}
@@ -149,7 +137,4 @@ def test_mps_has_no_float64(metadata: dict[str, str]) -> None:
 def test_tensor_data_of_a_graph_takes_no_offset(metadata: dict[str, str]) -> None:
     text = metadata["MetalPerformanceShadersGraph"]
     selectors = re.findall(r'"MPSGraphTensorData", b"(initWithMTLBuffer:[\w:]*)"', text)
-    assert sorted(selectors) == [
-        "initWithMTLBuffer:shape:dataType:",
-        "initWithMTLBuffer:shape:dataType:rowBytes:",
-    ]
+    assert sorted(selectors) == ["initWithMTLBuffer:shape:dataType:", "initWithMTLBuffer:shape:dataType:rowBytes:"]

@@ -23,9 +23,7 @@ def pages(offset: int, nbytes: int) -> tuple[int, int]:
     return offset // PAGE, -(-(offset + nbytes) // PAGE)
 
 
-def brute_force(
-    extents: list[tuple[int, int]], limit: int
-) -> tuple[list[tuple[int, int]], list[int]]:
+def brute_force(extents: list[tuple[int, int]], limit: int) -> tuple[list[tuple[int, int]], list[int]]:
     """One page and one tensor at a time, in plain integers."""
     windows: list[tuple[int, int]] = []
     of = [NO_WINDOW] * len(extents)
@@ -42,9 +40,7 @@ def brute_force(
 
 def fewest(extents: list[tuple[int, int]], limit: int) -> int:
     """How many windows any plan needs that keeps the tensors in order, by trying every cut."""
-    spans = [
-        pages(*e) for e in sorted(extents) if e[1] and pages(*e)[1] - pages(*e)[0] <= limit // PAGE
-    ]
+    spans = [pages(*e) for e in sorted(extents) if e[1] and pages(*e)[1] - pages(*e)[0] <= limit // PAGE]
     best = [0] + [len(spans)] * len(spans)
     for end in range(1, len(spans) + 1):
         for begin in range(end):
@@ -57,12 +53,7 @@ def fewest(extents: list[tuple[int, int]], limit: int) -> int:
 extents_in_any_order = st.lists(
     st.tuples(
         st.one_of(st.integers(0, 12 * PAGE), st.integers(0, 12).map(lambda page: page * PAGE)),
-        st.one_of(
-            st.just(0),
-            st.integers(1, 300),
-            st.integers(1, 5).map(lambda n: n * PAGE),
-            st.integers(1, 6 * PAGE),
-        ),
+        st.one_of(st.just(0), st.integers(1, 300), st.integers(1, 5).map(lambda n: n * PAGE), st.integers(1, 6 * PAGE)),
     ),
     max_size=12,
 )
@@ -72,13 +63,9 @@ limits = st.integers(1, 8).flatmap(lambda n: st.integers(n * PAGE, (n + 1) * PAG
 @given(extents_in_any_order, limits)
 @example([(0, PAGE), (PAGE, PAGE), (2 * PAGE, PAGE + 1)], PAGE)
 @example([(5, 10), (0, 4 * PAGE), (PAGE, 10)], 4 * PAGE)
-def test_windows_are_those_that_a_page_by_page_search_finds(
-    extents: list[tuple[int, int]], limit: int
-) -> None:
+def test_windows_are_those_that_a_page_by_page_search_finds(extents: list[tuple[int, int]], limit: int) -> None:
     plan = windows_of(extents, limit)
-    assert (list(zip(plan.begins.tolist(), plan.ends.tolist())), plan.of.tolist()) == brute_force(
-        extents, limit
-    )
+    assert (list(zip(plan.begins.tolist(), plan.ends.tolist())), plan.of.tolist()) == brute_force(extents, limit)
 
 
 def test_thousands_of_random_packs_agree_with_the_search_page_by_page() -> None:
@@ -130,9 +117,7 @@ def test_no_other_plan_needs_fewer_windows(steps: list[tuple[int, int]], limit: 
     assert len(windows_of(extents, limit)) == fewest(extents, limit)
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "windows"), [(8 * PAGE, 1), (8 * PAGE + 1, 0), (9 * PAGE, 0)], ids=str
-)
+@pytest.mark.parametrize(("nbytes", "windows"), [(8 * PAGE, 1), (8 * PAGE + 1, 0), (9 * PAGE, 0)], ids=str)
 def test_a_tensor_fits_up_to_exactly_the_limit(nbytes: int, windows: int) -> None:
     assert len(windows_of([(0, nbytes)], 8 * PAGE)) == windows
 
@@ -144,10 +129,7 @@ def test_a_tensor_of_the_limit_that_starts_inside_a_page_does_not_fit() -> None:
 
 def test_neighbours_may_share_the_page_where_one_ends_and_the_next_begins() -> None:
     plan = windows_of([(0, 2 * PAGE - 100), (2 * PAGE - 100, 2 * PAGE - 100)], 3 * PAGE)
-    assert list(zip(plan.begins.tolist(), plan.ends.tolist())) == [
-        (0, 2 * PAGE),
-        (PAGE, 4 * PAGE),
-    ]
+    assert list(zip(plan.begins.tolist(), plan.ends.tolist())) == [(0, 2 * PAGE), (PAGE, 4 * PAGE)]
 
 
 def test_a_limit_between_two_pages_is_the_lower_one() -> None:

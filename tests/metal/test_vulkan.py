@@ -38,9 +38,7 @@ def gpu() -> Gpu:
         pytest.skip(missing)
 
 
-def test_a_gpu_driver_reads_tensors_of_two_windows_where_the_file_is_mapped(
-    gpu: Gpu, tmp_path: Path
-) -> None:
+def test_a_gpu_driver_reads_tensors_of_two_windows_where_the_file_is_mapped(gpu: Gpu, tmp_path: Path) -> None:
     random = np.random.default_rng(5)
     count = 300_000
     first = random.integers(0, 2**32, count, np.uint32)
@@ -49,9 +47,7 @@ def test_a_gpu_driver_reads_tensors_of_two_windows_where_the_file_is_mapped(
     stream_pack.save_file({"small": np.ones(9, np.float32), "first": first, "second": second}, path)
 
     standin = StandIn()
-    with stream_pack.metal.open(
-        path, device=Device.default(standin.runtime), max_buffer_length=2 * MIB
-    ) as weights:
+    with stream_pack.metal.open(path, device=Device.default(standin.runtime), max_buffer_length=2 * MIB) as weights:
         views = [weights["first"], weights["second"]]
         assert len({view.buffer.address for view in views}) == 2
         # The very ranges that Metal gets.
@@ -74,16 +70,12 @@ def test_a_gpu_driver_reads_tensors_of_two_windows_where_the_file_is_mapped(
         with stream_pack.open(path) as pack, path.open("r+b") as file:
             file.seek(pack["first"].file_offset)
             file.write(b"\1\2\3\4")
-        gpu.run(
-            SHADER, [windows[0][0], windows[1][0], output], [views[0].offset // 4, 0, 1], groups=1
-        )
+        gpu.run(SHADER, [windows[0][0], windows[1][0], output], [views[0].offset // 4, 0, 1], groups=1)
         assert gpu.read(memory, 4) == b"\1\2\3\4"
         offsets = [view.offset // 4 for view in views]
     # The weights are closed, the views are not gone: the driver still reads, to the last element.
     del weights
-    gpu.run(
-        SHADER, [windows[0][0], windows[1][0], output], [*offsets, count], groups=-(-count // 64)
-    )
+    gpu.run(SHADER, [windows[0][0], windows[1][0], output], [*offsets, count], groups=-(-count // 64))
     read = np.frombuffer(gpu.read(memory, 8 * count), np.uint32).reshape(-1, 2)
     np.testing.assert_array_equal(read[:, 1], second[:count])
     gpu.close()

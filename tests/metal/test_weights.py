@@ -42,9 +42,7 @@ Arrays = dict[str, NDArray[np.generic]]
 PAGE = 16384
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
-needs_smaps = pytest.mark.skipif(
-    not Path("/proc/self/smaps").exists(), reason="mappings are told by Linux's /proc"
-)
+needs_smaps = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="mappings are told by Linux's /proc")
 
 
 def bytes_at(view: MetalView) -> bytes:
@@ -60,9 +58,7 @@ def on(standin: StandIn, path: Path, **options: object) -> Weights:
 def test_every_tensor_has_its_bytes_at_contents_plus_offset(
     bench: Bench, pack_path: Path, arrays: Arrays, limit: int | None
 ) -> None:
-    with stream_pack.metal.open(
-        pack_path, device=bench.device(), max_buffer_length=limit
-    ) as weights:
+    with stream_pack.metal.open(pack_path, device=bench.device(), max_buffer_length=limit) as weights:
         assert list(weights) == list(arrays)
         assert len(weights) == len(arrays)
         for name, array in arrays.items():
@@ -77,9 +73,7 @@ def test_every_tensor_has_its_bytes_at_contents_plus_offset(
     assert not any(nbytes % PAGE for nbytes in lengths)
 
 
-def test_tied_tensors_and_parts_of_others_stand_where_those_stand(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_tied_tensors_and_parts_of_others_stand_where_those_stand(bench: Bench, tmp_path: Path) -> None:
     whole = np.arange(1 << 19, dtype=np.float32).reshape(512, 1024)
     path = tmp_path / "tied.pack"
     stream_pack.save_file({"whole": whole, "same": whole, "rows": whole[256:]}, path)
@@ -89,9 +83,7 @@ def test_tied_tensors_and_parts_of_others_stand_where_those_stand(
         assert bytes_at(weights["rows"]) == whole[256:].tobytes()
 
 
-def test_however_closely_packed_every_offset_suits_the_largest_element(
-    standin: StandIn, tmp_path: Path
-) -> None:
+def test_however_closely_packed_every_offset_suits_the_largest_element(standin: StandIn, tmp_path: Path) -> None:
     # Device space wants the alignment of the element: 16 bytes at most.
     arrays = {f"t{n}": np.arange(n, dtype=np.uint8) for n in range(1, 40)}
     path = tmp_path / "close.pack"
@@ -102,9 +94,7 @@ def test_however_closely_packed_every_offset_suits_the_largest_element(
 
 
 @needs_smaps
-def test_the_file_is_mapped_once_shared_and_read_only_and_no_page_is_copied(
-    bench: Bench, tmp_path: Path
-) -> None:
+def test_the_file_is_mapped_once_shared_and_read_only_and_no_page_is_copied(bench: Bench, tmp_path: Path) -> None:
     path = tmp_path / "model.pack"
     stream_pack.save_file({"w": np.ones((512, 1024), np.float32), "b": np.ones(9)}, path)
     with stream_pack.metal.open(path, device=bench.device()) as weights:
@@ -141,9 +131,7 @@ def test_an_unknown_name_is_a_key_error_that_names_it(standin: StandIn, pack_pat
             weights["nothing"]
 
 
-def test_mps_dtypes_are_apples_numbers_and_what_mps_lacks_is_refused(
-    standin: StandIn, tmp_path: Path
-) -> None:
+def test_mps_dtypes_are_apples_numbers_and_what_mps_lacks_is_refused(standin: StandIn, tmp_path: Path) -> None:
     stream_pack.save_file({"a": np.ones(3, np.float16), "b": np.ones(3)}, tmp_path / "p")
     with on(standin, tmp_path / "p") as weights:
         assert weights["a"].mps_dtype == 0x1000_0010
@@ -152,9 +140,7 @@ def test_mps_dtypes_are_apples_numbers_and_what_mps_lacks_is_refused(
     assert (caught.value.tensor, caught.value.dtype) == ("b", "float64")
 
 
-def test_a_page_aligned_tensor_gets_a_buffer_that_begins_with_it(
-    bench: Bench, pack_path: Path, arrays: Arrays
-) -> None:
+def test_a_page_aligned_tensor_gets_a_buffer_that_begins_with_it(bench: Bench, pack_path: Path, arrays: Arrays) -> None:
     with stream_pack.metal.open(pack_path, device=bench.device()) as weights:
         head = weights.own_buffer("head")
         assert ctypes.string_at(head.contents(), arrays["head"].nbytes) == arrays["head"].tobytes()
@@ -163,13 +149,8 @@ def test_a_page_aligned_tensor_gets_a_buffer_that_begins_with_it(
         assert head.address == weights["head"].buffer.address + weights["head"].offset
 
 
-def test_a_tensor_inside_a_page_gets_no_buffer_of_its_own(
-    standin: StandIn, pack_path: Path
-) -> None:
-    with (
-        on(standin, pack_path) as weights,
-        pytest.raises(AlignmentError, match="'bias' .*after a page"),
-    ):
+def test_a_tensor_inside_a_page_gets_no_buffer_of_its_own(standin: StandIn, pack_path: Path) -> None:
+    with on(standin, pack_path) as weights, pytest.raises(AlignmentError, match="'bias' .*after a page"):
         weights.own_buffer("bias")
 
 
@@ -204,9 +185,7 @@ def test_a_gpu_with_memory_of_its_own_is_refused_unless_asked_for(pack_path: Pat
 
 def test_more_than_the_recommended_working_set_is_a_warning(pack_path: Path) -> None:
     standin = StandIn(working_set=MIB)
-    with pytest.warns(
-        RuntimeWarning, match=r"working set that .* recommends \(1\.00 MiB\)"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match=r"working set that .* recommends \(1\.00 MiB\)") as caught:
         on(standin, pack_path).close()
     assert caught[0].filename == __file__
 
@@ -237,9 +216,7 @@ def test_a_pack_inside_another_file_is_used_in_place_at_a_page(
         assert bytes_at(weights["mask"]) == arrays["mask"].tobytes()
 
 
-def test_a_pack_that_begins_inside_a_page_is_refused(
-    tmp_path: Path, standin: StandIn, pack_path: Path
-) -> None:
+def test_a_pack_that_begins_inside_a_page_is_refused(tmp_path: Path, standin: StandIn, pack_path: Path) -> None:
     path = tmp_path / "program.pte"
     path.write_bytes(b"x" * 16 + pack_path.read_bytes())
     with pytest.raises(AlignmentError, match="begins at byte 16, ") as caught:
@@ -277,9 +254,7 @@ def test_lazily_a_damaged_tensor_is_refused_and_others_are_handed_out(
         assert weights["head"].nbytes
 
 
-def test_what_belongs_to_opening_a_file_is_refused_beside_an_open_pack(
-    standin: StandIn, pack_path: Path
-) -> None:
+def test_what_belongs_to_opening_a_file_is_refused_beside_an_open_pack(standin: StandIn, pack_path: Path) -> None:
     device = Device.default(standin.runtime)
     with stream_pack.open(pack_path) as pack, pytest.raises(OptionError, match="has been called"):
         stream_pack.metal.open(pack, device=device, verify="lazy")
@@ -289,9 +264,7 @@ def test_what_belongs_to_opening_a_file_is_refused_beside_an_open_pack(
 
 
 @needs_smaps
-def test_leaving_the_block_unmaps_when_nobody_has_a_buffer(
-    bench: Bench, tmp_path: Path, pack_path: Path
-) -> None:
+def test_leaving_the_block_unmaps_when_nobody_has_a_buffer(bench: Bench, tmp_path: Path, pack_path: Path) -> None:
     path = tmp_path / "own.pack"
     path.write_bytes(pack_path.read_bytes())
     with stream_pack.metal.open(path, device=bench.device()) as weights:
@@ -353,16 +326,12 @@ def test_memory_stays_while_a_command_buffer_holds_the_buffer(
     assert mapped_file(path).permissions == ()
 
 
-def test_a_buffer_may_be_dropped_while_an_exception_is_on_its_way(
-    bench: Bench, pack_path: Path
-) -> None:
+def test_a_buffer_may_be_dropped_while_an_exception_is_on_its_way(bench: Bench, pack_path: Path) -> None:
     with stream_pack.metal.open(pack_path, device=bench.device()) as weights:
         with pytest.raises(ZeroDivisionError) as caught:
             _ = [weights.own_buffer("head"), 1 / 0]
         assert caught.value.__context__ is None
-        assert gone(
-            bench, *set(chain.from_iterable(weights._made.values())) - {weights.windows[0].token}
-        )
+        assert gone(bench, *set(chain.from_iterable(weights._made.values())) - {weights.windows[0].token})
 
 
 def test_closing_with_live_buffers_names_their_tensors_and_closes_nothing(
@@ -408,9 +377,7 @@ def test_a_window_taken_as_a_whole_counts_for_all_its_tensors(
     weights.close()
 
 
-def test_a_window_keeps_weights_over_a_pack_of_the_callers_from_closing(
-    standin: StandIn, pack_path: Path
-) -> None:
+def test_a_window_keeps_weights_over_a_pack_of_the_callers_from_closing(standin: StandIn, pack_path: Path) -> None:
     device = Device.default(standin.runtime)
     with stream_pack.open(pack_path) as pack:
         weights = stream_pack.metal.open(pack, device=device)
@@ -421,9 +388,7 @@ def test_a_window_keeps_weights_over_a_pack_of_the_callers_from_closing(
         weights.close()
 
 
-def test_a_buffer_that_only_metal_holds_keeps_the_pack_from_closing(
-    standin: StandIn, pack_path: Path
-) -> None:
+def test_a_buffer_that_only_metal_holds_keeps_the_pack_from_closing(standin: StandIn, pack_path: Path) -> None:
     weights = on(standin, pack_path)
     pointer = weights["bias"].buffer.pointer
     standin.retain(pointer)
@@ -534,9 +499,7 @@ print("ready", flush=True)
 """
 
 
-def test_at_exit_with_live_buffers_nothing_is_released_and_nothing_crashes(
-    tmp_path: Path, pack_path: Path
-) -> None:
+def test_at_exit_with_live_buffers_nothing_is_released_and_nothing_crashes(tmp_path: Path, pack_path: Path) -> None:
     from tests.metal.bench import compiler
 
     if compiler() is None:
@@ -548,8 +511,4 @@ def test_at_exit_with_live_buffers_nothing_is_released_and_nothing_crashes(
         text=True,
         check=False,
     )
-    assert (result.returncode, result.stdout, result.stderr) == (
-        0,
-        "ready\nread 1228800 bytes, 0 releases since\n",
-        "",
-    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "ready\nread 1228800 bytes, 0 releases since\n", "")

@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 import stream_pack
 from stream_pack.errors import LimitError, SourceError
 from stream_pack.pipeline.adapt.select import Order
-from stream_pack.pipeline.arrival import (
-    in_any_order,
-    one_after_another,
-    one_pass,
-    waiting_nbytes,
-)
+from stream_pack.pipeline.arrival import in_any_order, one_after_another, one_pass, waiting_nbytes
 from tests.sources.byte_sources import Dribble
 from tests.support.torch_zips import records, repacked, saved
 
@@ -30,9 +25,7 @@ W = torch.arange(30_000.0).reshape(150, 200)
 FLAT = W.view(-1)
 
 
-def waiting(
-    *buffers: tuple[int, int, int], derived: dict[int, tuple[int, int, int]], chunk_nbytes: int = 1
-) -> int:
+def waiting(*buffers: tuple[int, int, int], derived: dict[int, tuple[int, int, int]], chunk_nbytes: int = 1) -> int:
     storages, starts, nbytes = np.array(buffers, np.int64).T
     arrival = one_pass(storages, starts, nbytes, derived, chunk_nbytes=chunk_nbytes)
     return waiting_nbytes(arrival, nbytes)
@@ -54,9 +47,7 @@ def test_overlapping_buffers_wait_only_where_a_chunk_ends_between_them() -> None
     assert waiting(first, second, derived={}, chunk_nbytes=100) == 0
     assert waiting(first, second, derived={}, chunk_nbytes=50) == 0
     assert waiting(first, second, derived={}, chunk_nbytes=40) == 70  # 40 to 50 come in the second
-    assert (
-        waiting(second, first, derived={}, chunk_nbytes=100) == 50
-    )  # the one that starts first comes first
+    assert waiting(second, first, derived={}, chunk_nbytes=100) == 50  # the one that starts first comes first
     # Of what is gathered nobody knows the chunks.
     gathered = ((7, 0, 50), (7, 30, 70))
     assert waiting(*gathered, derived={7: (0, 0, 100)}, chunk_nbytes=1000) == 70
@@ -81,19 +72,13 @@ def legacy(tensors: dict[str, torch.Tensor]) -> bytes:
     ("tensors", "nbytes"),
     [
         ({"a": FLAT[:20_000], "b": FLAT[10_001:]}, 4 * 19_999),  # b begins before a is complete
-        (
-            {"t": W.t(), "w": W},
-            2 * 4 * 30_000,
-        ),  # t is gathered at the end, and all of w waits for it
+        ({"t": W.t(), "w": W}, 2 * 4 * 30_000),  # t is gathered at the end, and all of w waits for it
         ({"w": W, "t": W.t()}, 4 * 30_000),  # gathered when w has passed
     ],
     ids=["overlapping", "gathered first", "gathered last"],
 )
 def test_views_of_one_storage_are_foretold(
-    tensors: dict[str, torch.Tensor],
-    nbytes: int,
-    save: Callable[[dict[str, torch.Tensor]], bytes],
-    tmp_path: Path,
+    tensors: dict[str, torch.Tensor], nbytes: int, save: Callable[[dict[str, torch.Tensor]], bytes], tmp_path: Path
 ) -> None:
     data = save(tensors)
     forecast = stream_pack.forecast(Dribble(data, step=999), to_stream=True, chunk_nbytes=4096)
@@ -103,9 +88,7 @@ def test_views_of_one_storage_are_foretold(
         stream_pack.convert(Dribble(data, step=999), target, chunk_nbytes=4096)
     assert caught.value.value == nbytes
     assert target.getvalue() == b""
-    report = stream_pack.convert(
-        Dribble(data, step=999), target, spool_dir=tmp_path, chunk_nbytes=4096
-    )
+    report = stream_pack.convert(Dribble(data, step=999), target, spool_dir=tmp_path, chunk_nbytes=4096)
     # Of what overlaps, only what came before its turn did wait.
     assert nbytes // 3 < report.spool_nbytes <= nbytes
 
@@ -166,9 +149,7 @@ def test_of_a_pipe_the_order_is_that_of_the_version_of_torch_that_wrote_it(
     if nbytes:
         with pytest.raises(LimitError, match="--spool-dir"):
             stream_pack.convert(Dribble(data, step=999), target)
-    report = stream_pack.convert(
-        Dribble(data, step=999), target, spool_dir=tmp_path if nbytes else None
-    )
+    report = stream_pack.convert(Dribble(data, step=999), target, spool_dir=tmp_path if nbytes else None)
     assert report.spool_nbytes == nbytes
     stream_pack.convert(tensors, tmp_path / "pack")
     assert target.getvalue() == (tmp_path / "pack").read_bytes()

@@ -22,13 +22,7 @@ UNIT = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
 
 
 def fit(
-    max_memory: int | None,
-    *,
-    jobs: int = 4,
-    tensors: int = 0,
-    blocks: int = 0,
-    held: int = 20 * MIB,
-    source: int = 0,
+    max_memory: int | None, *, jobs: int = 4, tensors: int = 0, blocks: int = 0, held: int = 20 * MIB, source: int = 0
 ) -> Budget:
     return budget(
         max_memory=max_memory,
@@ -62,9 +56,7 @@ def test_the_least_that_is_named_is_enough_and_one_byte_less_is_not() -> None:
 
 def test_what_the_source_holds_counts_like_what_the_process_holds() -> None:
     for limit in (None, 2 * least()):
-        assert fit(limit and limit + 5 * MIB, source=5 * MIB) == fit(
-            limit and limit + 5 * MIB, held=25 * MIB
-        )
+        assert fit(limit and limit + 5 * MIB, source=5 * MIB) == fit(limit and limit + 5 * MIB, held=25 * MIB)
     assert least(source=5 * MIB) == least() + 5 * MIB
 
 
@@ -95,9 +87,7 @@ def test_more_jobs_are_never_made_of_fewer() -> None:
     assert fit(2000 * MIB, jobs=1).jobs == 1
 
 
-def test_where_the_kernel_does_not_tell_the_peak_of_all_pages_counts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_kernel_does_not_tell_the_peak_of_all_pages_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_such_file(path: Path) -> bytes:
         raise FileNotFoundError(path)
 
@@ -138,9 +128,7 @@ def test_a_watch_looks_at_memory_each_time_64_kib_have_come_until_it_ends(
     assert len(looked) == count
 
 
-def test_a_watch_refuses_what_does_not_fit_beside_the_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_watch_refuses_what_does_not_fit_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stream_pack.pipeline.budget.anonymous_nbytes", lambda: 50 * MIB)
     watch = MemoryWatch(60 * MIB)
     watch.allow(8 * MIB)

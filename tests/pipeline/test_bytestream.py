@@ -92,9 +92,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[b
         yield lambda data: MAKERS[request.param](data, tmp_path, stack)
 
 
-def test_reads_of_every_kind_go_on_where_the_last_one_ended(
-    make: Callable[[bytes], ByteStream],
-) -> None:
+def test_reads_of_every_kind_go_on_where_the_last_one_ended(make: Callable[[bytes], ByteStream]) -> None:
     stream = make(DATA)
     assert stream.peek(5) == DATA[:5]
     assert stream.position == 0
@@ -138,9 +136,7 @@ def test_skipping_beyond_the_end_is_truncated(make: Callable[[bytes], ByteStream
         make(DATA[:10]).skip(15, what="it")
 
 
-def test_memory_that_was_handed_out_is_never_written_again(
-    make: Callable[[bytes], ByteStream],
-) -> None:
+def test_memory_that_was_handed_out_is_never_written_again(make: Callable[[bytes], ByteStream]) -> None:
     stream = make(DATA)
     chunks = list(stream.chunks(len(DATA), chunk_nbytes=100_000, what="it"))
     assert b"".join(chunks) == DATA

@@ -70,9 +70,7 @@ def test_any_strided_view_has_the_bytes_that_torch_gives_it(
     dtype, offset, shape, strides = view
     storage = storage_of(dtype)
     tensor = torch.as_strided(storage.view(TORCH[dtype]), shape, strides, offset)
-    expected = bytes(
-        tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
-    )
+    expected = bytes(tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy())
     how = made(dtype, offset=offset, shape=shape, strides=strides, storage_nbytes=len(storage))
     data = bytes(storage.numpy())
     assert gathered(how, data, chunk_nbytes) == expected
@@ -83,9 +81,7 @@ def test_any_strided_view_has_the_bytes_that_torch_gives_it(
 
 @pytest.mark.parametrize(("conj", "neg"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_conj_and_neg_bits_of_complex_numbers_are_resolved(
-    dtype: str, conj: bool, neg: bool
-) -> None:
+def test_conj_and_neg_bits_of_complex_numbers_are_resolved(dtype: str, conj: bool, neg: bool) -> None:
     plain = storage_of("uint8").to(torch.float64)[:16].view(torch.complex128).to(TORCH[dtype])
     plain = plain.clone()
     tensor = plain.conj() if conj else plain
@@ -110,9 +106,7 @@ def test_the_neg_bit_of_floats_flips_every_sign_even_of_zero(dtype: str) -> None
     [("uint8", "0001020304050607"), ("bfloat16", "0100030205040706"), ("int32", "0302010007060504"),
      ("float64", "0706050403020100"), ("complex64", "0302010007060504")],
 )  # fmt: skip
-def test_big_endian_elements_are_reversed_and_complex_ones_by_halves(
-    dtype: str, expected: str
-) -> None:
+def test_big_endian_elements_are_reversed_and_complex_ones_by_halves(dtype: str, expected: str) -> None:
     how = made(dtype, shape=(8 // TORCH[dtype].itemsize,), big_endian=True)
     assert gathered(how, bytes(range(8))).hex() == expected
 
@@ -161,12 +155,9 @@ def test_elements_outside_the_storage_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "conj", "neg"),
-    [("float64", True, False), ("int32", False, True), ("uint8", True, True)],
+    ("dtype", "conj", "neg"), [("float64", True, False), ("int32", False, True), ("uint8", True, True)]
 )
-def test_a_bit_that_means_nothing_for_the_dtype_is_refused(
-    dtype: str, conj: bool, neg: bool
-) -> None:
+def test_a_bit_that_means_nothing_for_the_dtype_is_refused(dtype: str, conj: bool, neg: bool) -> None:
     with pytest.raises(UnsupportedTensorError, match="bit set"):
         made(dtype, conj=conj, neg=neg)
 

@@ -91,9 +91,7 @@ def test_an_error_while_the_source_closes_reaches_the_consumer() -> None:
         list(overlap(Closing(), weigh=lambda _: 1))
 
 
-def test_without_a_thread_to_be_had_the_items_come_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_thread_to_be_had_the_items_come_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

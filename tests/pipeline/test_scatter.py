@@ -30,9 +30,7 @@ def rows(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 @given(rows(), st.integers(1, 110))
-def test_every_buffer_gets_its_slice_whatever_the_chunks(
-    wanted: list[tuple[int, int, int]], step: int
-) -> None:
+def test_every_buffer_gets_its_slice_whatever_the_chunks(wanted: list[tuple[int, int, int]], step: int) -> None:
     scatter = Scatter(requests(wanted))
     received = [b""] * len(wanted)
     for begin in range(0, 100, step):  # the storages alternate

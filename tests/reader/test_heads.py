@@ -13,14 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack import (
-    ChecksumError,
-    FormatError,
-    NewerVersionError,
-    NotAPackError,
-    RawPayloadError,
-    TruncatedError,
-)
+from stream_pack import ChecksumError, FormatError, NewerVersionError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.format.header import To
 from stream_pack.format.header_kinds import KINDS
 from stream_pack.inspection.inspect import inspect_pack
@@ -150,9 +143,7 @@ def test_a_cut_file_is_truncated_or_no_pack_wherever_it_is_cut(to: To, path: Pat
 
 
 @every_kind
-def test_one_record_without_the_other_is_damage_and_never_executorchs_own(
-    to: To, path: Path
-) -> None:
+def test_one_record_without_the_other_is_damage_and_never_executorchs_own(to: To, path: Path) -> None:
     for at, words in ((16384 - 1, "no locator"), (len(VECTORS[to]) - 1, "no footer")):
         changed = bytearray(VECTORS[to])
         changed[at] ^= 1
@@ -171,9 +162,7 @@ def test_one_record_without_the_other_is_damage_and_never_executorchs_own(
         ("ptd/mlp_portable.ptd", "ptd"),
     ],
 )
-def test_what_executorch_wrote_is_no_pack_and_the_error_names_its_kind(
-    name: str, kind: str
-) -> None:
+def test_what_executorch_wrote_is_no_pack_and_the_error_names_its_kind(name: str, kind: str) -> None:
     with pytest.raises(RawPayloadError, match=f"kind='{kind}'"):
         stream_pack.open(FOLDER / "executorch" / name)
 
@@ -215,20 +204,11 @@ def test_no_forged_graph_does_more_than_damage(to: To, path: Path) -> None:
         with may_refuse(NotAPackError):
             report = verify(path, jobs=1)
             # Bytes that align something inside a flatbuffer mean nothing.
-            assert report.ok or {damage.part for damage in report.damages} <= {
-                "graph",
-                "head",
-                "padding",
-                "length",
-            }
+            assert report.ok or {damage.part for damage in report.damages} <= {"graph", "head", "padding", "length"}
 
 
-@pytest.mark.parametrize(
-    ("to", "place"), [("xnnpack", 30), ("xnnpack", 31), ("ptd", 48), ("ptd", 55)]
-)
-def test_padding_in_the_header_must_be_zero_though_all_checksums_agree(
-    to: To, place: int, path: Path
-) -> None:
+@pytest.mark.parametrize(("to", "place"), [("xnnpack", 30), ("xnnpack", 31), ("ptd", 48), ("ptd", 55)])
+def test_padding_in_the_header_must_be_zero_though_all_checksums_agree(to: To, place: int, path: Path) -> None:
     changed = bytearray(VECTORS[to])
     changed[place] = 1
     path.write_bytes(reseal(changed))

@@ -74,9 +74,7 @@ def test_an_error_of_opening_leaves_nothing_open(path: Path) -> None:
     assert open_descriptors(path) == 0
 
 
-@pytest.mark.parametrize(
-    "form", ["numpy", "derived", "torch", "torch view", "raw", "slice of raw", "slice"]
-)
+@pytest.mark.parametrize("form", ["numpy", "derived", "torch", "torch view", "raw", "slice of raw", "slice"])
 def test_close_refuses_while_something_lives_and_names_it(path: Path, form: str) -> None:
     # ST#164, ST#574, kohya_ss#2466
     pack = stream_pack.open(path)
@@ -113,9 +111,7 @@ def test_close_names_every_tensor_that_lives_and_no_other(path: Path) -> None:
 
 
 @needs_proc
-def test_leaving_a_with_block_never_raises_and_the_last_view_takes_the_mapping_with_it(
-    path: Path,
-) -> None:
+def test_leaving_a_with_block_never_raises_and_the_last_view_takes_the_mapping_with_it(path: Path) -> None:
     with stream_pack.open(path) as pack:
         array, tensor = pack["embed"].numpy(), pack["norm"].torch()
     assert open_descriptors(path) <= 2  # what the maps themselves hold
@@ -168,9 +164,7 @@ def test_materialized_tensors_do_not_need_the_file(path: Path) -> None:
     copies["norm"].add_(1)
 
 
-def test_replacing_the_file_by_another_does_not_touch_an_open_pack(
-    path: Path, tmp_path: Path
-) -> None:
+def test_replacing_the_file_by_another_does_not_touch_an_open_pack(path: Path, tmp_path: Path) -> None:
     with stream_pack.open(path) as pack:
         pack_bytes(path, {"embed": torch.zeros(2)})
         assert torch.equal(pack["embed"].torch(), tensors()["embed"])
@@ -239,9 +233,7 @@ def test_the_constant_that_python_lacks_is_the_platforms(
     assert mapping_module._map_noreserve() == expected
 
 
-def test_a_pack_travels_to_another_process_by_its_path(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_travels_to_another_process_by_its_path(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     pack = stream_pack.open(path.name, verify="lazy")
     again = pickle.loads(pickle.dumps(pack))
@@ -337,9 +329,7 @@ def test_a_pack_left_during_its_verification_ends_that(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["never", "lazy"])
-def test_reading_while_another_thread_leaves_the_with_block_is_a_state_error(
-    path: Path, verify: str
-) -> None:
+def test_reading_while_another_thread_leaves_the_with_block_is_a_state_error(path: Path, verify: str) -> None:
     wrong: set[str] = set()
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that threads meet everywhere
@@ -378,9 +368,7 @@ def test_reading_while_another_thread_leaves_the_with_block_is_a_state_error(
 
 
 @pytest.mark.parametrize("end", ["with", "close"])
-def test_what_is_left_of_a_closed_pack_uses_neither_memory_nor_descriptor(
-    path: Path, end: str
-) -> None:
+def test_what_is_left_of_a_closed_pack_uses_neither_memory_nor_descriptor(path: Path, end: str) -> None:
     # What a thread holds that looked the memory up before another one closed it.
     pack = stream_pack.open(path)
     mapping = pack._lender.mapping
@@ -411,9 +399,7 @@ def test_a_finalizer_may_close_a_pack_that_is_being_read(path: Path) -> None:
 
 @needs_proc
 @pytest.mark.parametrize("writable", [False, True])
-def test_a_mapping_refuses_to_close_while_an_array_of_either_map_is_alive(
-    path: Path, writable: bool
-) -> None:
+def test_a_mapping_refuses_to_close_while_an_array_of_either_map_is_alive(path: Path, writable: bool) -> None:
     mapping = Mapping(FileRange(path, offset=0, nbytes=None), path.stat().st_size)
     array = (mapping.writable_array if writable else mapping.array)(0, 10)
     with pytest.raises(MappingInUse):

@@ -46,9 +46,7 @@ def test_an_error_stays_short_whatever_a_tensor_is_called(
 ) -> None:
     pack_bytes(tmp_path / "pack", {other + name: torch.zeros(2, 2) for other in ("", "a", "b")})
     with stream_pack.open(tmp_path / "pack") as pack:
-        with pytest.raises(
-            stream_pack.StreamPackError if act is not unsliceable else IndexError
-        ) as caught:
+        with pytest.raises(stream_pack.StreamPackError if act is not unsliceable else IndexError) as caught:
             act(pack, name)
         message = str(caught.value)
     assert len(message) < MAX_CHARACTERS

@@ -83,11 +83,7 @@ def test_a_fifo_is_refused_without_waiting_for_its_writer(path: Path) -> None:
 def test_a_cut_file_is_truncated_wherever_it_is_cut(path: Path, data: bytes) -> None:
     # ET#14091: at every byte of head, checksums and footer, and at every 512th of the rest
     at = places(data)
-    stops = {
-        *range(8, at.region + 300),
-        *range(at.region, at.region_end, 512),
-        *range(at.region_end, len(data)),
-    }
+    stops = {*range(8, at.region + 300), *range(at.region, at.region_end, 512), *range(at.region_end, len(data))}
     for nbytes in sorted(stops, reverse=True):
         os.truncate(path, nbytes)
         with pytest.raises(TruncatedError) as caught:
@@ -120,9 +116,7 @@ def test_a_newer_version_is_refused_as_newer(path: Path, data: bytes, record: st
     assert "newer stream_pack" in str(error)
 
 
-def test_one_record_without_the_other_is_damage_and_never_a_raw_payload(
-    path: Path, data: bytes
-) -> None:
+def test_one_record_without_the_other_is_damage_and_never_a_raw_payload(path: Path, data: bytes) -> None:
     region = places(data).region
     for end in (region, len(data)):
         changed = bytearray(data)
@@ -134,9 +128,7 @@ def test_one_record_without_the_other_is_damage_and_never_a_raw_payload(
     assert "kind='mps'" in str(error)
 
 
-def test_a_head_that_was_changed_is_damage_even_where_it_looks_possible(
-    path: Path, data: bytes
-) -> None:
+def test_a_head_that_was_changed_is_damage_even_where_it_looks_possible(path: Path, data: bytes) -> None:
     changed = bytearray(data)
     place = data.index(b"embed")
     changed[place : place + 5] = b"embee"
@@ -167,16 +159,7 @@ def test_no_number_in_header_or_locator_leads_outside(path: Path, data: bytes) -
     tried = 0
     for field in fields.values():
         (right,) = struct.unpack_from("<Q", data, field)
-        for value in (
-            *EDGES,
-            len(data),
-            len(data) + 1,
-            right - 1,
-            right + 1,
-            right - 64,
-            right + 64,
-            right + 16384,
-        ):
+        for value in (*EDGES, len(data), len(data) + 1, right - 1, right + 1, right - 64, right + 64, right + 16384):
             if value == right or not 0 <= value < 2**64:
                 continue
             # An index may have bytes that nothing in it refers to, and a later locator may be longer.

@@ -13,12 +13,7 @@ import pytest
 import torch
 
 import stream_pack
-from stream_pack import (
-    FormatError,
-    NotAPackError,
-    RawPayloadError,
-    TruncatedError,
-)
+from stream_pack import FormatError, NotAPackError, RawPayloadError, TruncatedError
 from stream_pack.format import graph_mps
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.inspection.inspect import inspect_pack
@@ -28,9 +23,7 @@ from tests.support.packs import pack_bytes, tensors
 VECTORS = Path(__file__).parent.parent / "vectors" / "executorch" / "mps"
 CASES = sorted(path.stem for path in VECTORS.glob("*.mp00"))
 # The names of the enum in ExecuTorch's schema, against the numbers in ours.
-DATATYPES = {
-    f"mps_data_type_{'bool' if d.name == 'bool' else d.name}": d.mps for d in DTYPES if d.mps
-}
+DATATYPES = {f"mps_data_type_{'bool' if d.name == 'bool' else d.name}": d.mps for d in DTYPES if d.mps}
 
 
 def meta(case: str) -> dict[str, Any]:
@@ -84,16 +77,8 @@ def test_constants_that_contradict_themselves_are_bytes_only() -> None:
                 refused.append(case)
                 view = pack[str(constant["id"])]
                 part = pack.get_slice(str(constant["id"]))
-                for typed in (
-                    view.numpy,
-                    view.torch,
-                    view.materialize,
-                    pack.materialize,
-                    lambda p=part: p[0:1],
-                ):
-                    with pytest.raises(
-                        FormatError, match=f"{constant['constant_buffer_size']} bytes"
-                    ) as caught:
+                for typed in (view.numpy, view.torch, view.materialize, pack.materialize, lambda p=part: p[0:1]):
+                    with pytest.raises(FormatError, match=f"{constant['constant_buffer_size']} bytes") as caught:
                         typed()
                     assert str(constant["expected_nbytes"]) in str(caught.value)
                 assert len(view.raw()) == constant["constant_buffer_size"]
@@ -111,9 +96,7 @@ def test_the_graph_decodes_to_what_executorchs_own_schema_says(case: str) -> Non
     assert found.offsets.tolist() == [value["segment_offset"] for value in values]
     assert found.num_dims.tolist() == [value["num_dims"] for value in values]
     assert found.datatypes.tolist() == [DATATYPES[value["datatype"]] for value in values]
-    assert [found.dims.row(row).tolist() for row in range(len(found.dims))] == [
-        value["dims"] for value in values
-    ]
+    assert [found.dims.row(row).tolist() for row in range(len(found.dims))] == [value["dims"] for value in values]
 
 
 def test_what_is_misaligned_is_in_place_for_numpy_and_copied_for_torch(tmp_path: Path) -> None:
@@ -165,9 +148,7 @@ def test_a_description_of_a_payload_adds_up_and_shows_the_faults() -> None:
         with stream_pack.open(payload(case), kind="mps") as pack:
             description = inspect_pack(pack)
         assert sum(part.nbytes for part in description.parts) == payload(case).stat().st_size
-        assert description.to_text().count("FAULT") == sum(
-            map(is_wrong_about_itself, meta(case)["constants"])
-        )
+        assert description.to_text().count("FAULT") == sum(map(is_wrong_about_itself, meta(case)["constants"]))
 
 
 @pytest.mark.parametrize("case", ["linear_fp16", "metal_kernel.0"])
@@ -202,10 +183,7 @@ def test_no_position_in_a_payload_leads_outside(tmp_path: Path) -> None:
             changed = bytearray(data)
             struct.pack_into("<Q", changed, field, value)
             path.write_bytes(changed)
-            with (
-                may_refuse(FormatError, TruncatedError),
-                stream_pack.open(path, kind="mps") as pack,
-            ):
+            with may_refuse(FormatError, TruncatedError), stream_pack.open(path, kind="mps") as pack:
                 for view in pack.values():
                     assert 0 <= view.file_offset <= view.file_offset + len(view.raw()) <= len(data)
 
@@ -222,10 +200,7 @@ def test_a_payload_with_any_byte_flipped_is_an_error_of_ours_or_stays_within_its
 
     def check(changed: bytes) -> None:
         path.write_bytes(changed)
-        with (
-            may_refuse(FormatError, NotAPackError, TruncatedError),
-            stream_pack.open(path, kind="mps") as pack,
-        ):
+        with may_refuse(FormatError, NotAPackError, TruncatedError), stream_pack.open(path, kind="mps") as pack:
             for view in pack.values():
                 assert len(view.raw()) == view.nbytes
                 assert view.file_offset + view.nbytes <= len(data)

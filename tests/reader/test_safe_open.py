@@ -27,9 +27,7 @@ CONTENT = {
 }
 
 
-def both(
-    tmp_path: Path, content: dict[str, torch.Tensor], metadata: dict[str, str] | None
-) -> tuple[Path, Path]:
+def both(tmp_path: Path, content: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> tuple[Path, Path]:
     safetensors.torch.save_file(content, tmp_path / "model.safetensors", metadata=metadata)
     pack_bytes(tmp_path / "model.pack", content, metadata=metadata)
     return tmp_path / "model.safetensors", tmp_path / "model.pack"
@@ -64,9 +62,7 @@ def bits(tensor: Any) -> bytes:
 
 @pytest.mark.parametrize("framework", ["pt", "np"])
 @pytest.mark.parametrize("metadata", [None, {"format": "pt", "é": ""}], ids=["none", "some"])
-def test_one_script_sees_the_same_in_both(
-    framework: str, metadata: dict[str, str] | None, tmp_path: Path
-) -> None:
+def test_one_script_sees_the_same_in_both(framework: str, metadata: dict[str, str] | None, tmp_path: Path) -> None:
     theirs, ours = both(tmp_path, CONTENT, metadata)
     before = ours.read_bytes()
     wanted = script(safetensors.safe_open, theirs, framework)

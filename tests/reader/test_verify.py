@@ -106,9 +106,7 @@ def test_every_cut_is_damage_of_the_length(path: Path, data: bytes) -> None:
             report.raise_if_damaged()
 
 
-def test_bytes_that_follow_are_damage_and_the_rest_is_still_verified(
-    path: Path, data: bytes
-) -> None:
+def test_bytes_that_follow_are_damage_and_the_rest_is_still_verified(path: Path, data: bytes) -> None:
     report = found(path, data + b"more", offset_of(path, "step"))
     assert [damage.part for damage in report.damages] == ["block", "length"]
     assert (report.damages[1].file_begin, report.damages[1].file_end) == (len(data), len(data) + 4)
@@ -135,15 +133,7 @@ def test_damage_of_a_block_names_every_tensor_that_has_bytes_in_it(path: Path, d
 def test_all_damage_is_listed_in_the_order_of_the_file(path: Path, data: bytes) -> None:
     at = places(data)
     embed, flags = offset_of(path, "embed"), offset_of(path, "flags")
-    flips = (
-        embed,
-        embed + 2 * BLOCK_NBYTES,
-        flags + 1,
-        flags + 3,
-        at.region_end - 1,
-        at.region_end,
-        at.footer,
-    )
+    flips = (embed, embed + 2 * BLOCK_NBYTES, flags + 1, flags + 3, at.region_end - 1, at.region_end, at.footer)
     report = found(path, data, *flips)
     assert [(damage.part, damage.tensors) for damage in report.damages] == [
         ("block", ("embed", "head")),
@@ -193,9 +183,7 @@ def test_a_head_on_the_tail_of_another_pack_is_detected(path: Path, tmp_path: Pa
         stream_pack.open(path, verify="lazy")
 
 
-def test_a_graph_that_contradicts_the_index_is_damage_though_all_checksums_agree(
-    path: Path, data: bytes
-) -> None:
+def test_a_graph_that_contradicts_the_index_is_damage_though_all_checksums_agree(path: Path, data: bytes) -> None:
     # Every bit that matters of norm's value in the graph: dims [7], nbytes 14.
     changed = bytearray(data)
     graph_end = places(data).index
@@ -219,9 +207,7 @@ def test_a_graph_that_contradicts_the_index_is_damage_though_all_checksums_agree
 
 
 def test_names_out_of_order_are_damage_though_all_checksums_agree(path: Path) -> None:
-    data = bytearray(
-        pack_bytes(path, {"b": torch.zeros(1), "a": torch.zeros(1), "c": torch.zeros(1)})
-    )
+    data = bytearray(pack_bytes(path, {"b": torch.zeros(1), "a": torch.zeros(1), "c": torch.zeros(1)}))
     order = data.index(struct.pack("<III", 1, 0, 2))
     data[order : order + 12] = struct.pack("<III", 0, 1, 2)
     path.write_bytes(reseal(data))
@@ -263,9 +249,7 @@ def test_bytes_of_a_buffer_that_no_tensor_has_are_damage(path: Path, data: bytes
     assert (damage.file_begin, damage.file_end) == (flags, flags + 4)
 
 
-def test_padding_in_the_head_must_be_zero_though_all_checksums_agree(
-    path: Path, data: bytes
-) -> None:
+def test_padding_in_the_head_must_be_zero_though_all_checksums_agree(path: Path, data: bytes) -> None:
     at = places(data)
     for place in (at.index_end, at.locator - 1):
         changed = bytearray(data)
@@ -332,13 +316,7 @@ def test_lazy_verification_refuses_the_damaged_tensor_and_no_other(path: Path, d
     path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
     with stream_pack.open(path, verify="lazy") as pack:
         view = pack["norm"]
-        for touch in (
-            view.numpy,
-            view.torch,
-            view.raw,
-            view.materialize,
-            lambda: view.numpy(writable=True),
-        ):
+        for touch in (view.numpy, view.torch, view.raw, view.materialize, lambda: view.numpy(writable=True)):
             with pytest.raises(ChecksumError, match="'norm'") as caught:
                 touch()
             assert str(path) in str(caught.value)
@@ -372,9 +350,7 @@ def test_lazy_verification_reads_each_block_once(path: Path, data: bytes) -> Non
         assert np.isnan(pack["head"].numpy()[0, 0])
 
 
-def test_lazy_verification_trusts_no_checksum_that_the_footer_does_not_cover(
-    path: Path, data: bytes
-) -> None:
+def test_lazy_verification_trusts_no_checksum_that_the_footer_does_not_cover(path: Path, data: bytes) -> None:
     at = places(data)
     place = offset_of(path, "step")
     changed = bytearray(data)
@@ -403,9 +379,7 @@ def test_a_footer_that_does_not_fill_its_place_is_damage(path: Path, data: bytes
     assert [damage.part for damage in verify(path).damages] == ["footer"]
 
 
-def test_a_pack_that_lies_about_checksums_but_agrees_with_itself_is_a_format_error(
-    path: Path, data: bytes
-) -> None:
+def test_a_pack_that_lies_about_checksums_but_agrees_with_itself_is_a_format_error(path: Path, data: bytes) -> None:
     changed = bytearray(data)
     changed[places(data).footer + 8] = 32  # nbytes of the footer's record
     path.write_bytes(reseal(changed))
@@ -464,9 +438,7 @@ def test_where_no_affinity_is_known_verification_uses_all_cores(
     assert len(threads) == 5
 
 
-def test_one_job_is_done_by_the_calling_thread(
-    five_tasks: Path, meeting: Callable[[int], set[int]]
-) -> None:
+def test_one_job_is_done_by_the_calling_thread(five_tasks: Path, meeting: Callable[[int], set[int]]) -> None:
     threads = meeting(1)
     assert verify(five_tasks, jobs=1).ok
     assert threads == {threading.get_ident()}
@@ -481,9 +453,7 @@ def test_as_many_threads_work_as_there_are_jobs(
     assert len(threads) == 5
 
 
-def test_a_footer_of_a_newer_version_is_no_damage_but_not_for_this_reader(
-    path: Path, data: bytes
-) -> None:
+def test_a_footer_of_a_newer_version_is_no_damage_but_not_for_this_reader(path: Path, data: bytes) -> None:
     changed = bytearray(data)
     changed[places(data).footer + 12] = 2  # its version
     path.write_bytes(reseal(changed))

@@ -63,9 +63,7 @@ def test_a_pack_is_a_mapping_in_the_order_of_the_file(pack: Pack) -> None:
     assert dict(pack.items()).keys() == tensors().keys()
     assert pack.get("nothing") is None
     assert pack.metadata == {"format": "pt", "é": "\n"}
-    offsets = [
-        view.file_offset for name, view in pack.items() if name not in ("head", "rows", "none")
-    ]
+    offsets = [view.file_offset for name, view in pack.items() if name not in ("head", "rows", "none")]
     assert offsets == sorted(offsets)
 
 
@@ -93,11 +91,7 @@ def test_what_a_view_says_of_itself_is_true(pack: Pack, path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", WHOLE_BYTES)
 def test_every_dtype_comes_back_through_torch_bit_for_bit(dtype: str, path: Path) -> None:
-    expected = {
-        "matrix": pattern(dtype),
-        "number": pattern(dtype, ()),
-        "nothing": pattern(dtype, (2, 0)),
-    }
+    expected = {"matrix": pattern(dtype), "number": pattern(dtype, ()), "nothing": pattern(dtype, (2, 0))}
     pack_bytes(path, expected)
     with stream_pack.open(path) as pack:
         for name, tensor in expected.items():
@@ -106,14 +100,10 @@ def test_every_dtype_comes_back_through_torch_bit_for_bit(dtype: str, path: Path
             assert bits(found) == bits(tensor) == pack[name].raw()
 
 
-@pytest.mark.parametrize(
-    "dtype", [name for name in WHOLE_BYTES if name not in (*ML_DTYPES, "complex32")]
-)
+@pytest.mark.parametrize("dtype", [name for name in WHOLE_BYTES if name not in (*ML_DTYPES, "complex32")])
 def test_dtypes_of_numpy_come_back_through_numpy_bit_for_bit(dtype: str, path: Path) -> None:
     tensor = pattern(dtype)
-    pack_bytes(
-        path, {"matrix": tensor, "number": pattern(dtype, ()), "nothing": pattern(dtype, (0, 3))}
-    )
+    pack_bytes(path, {"matrix": tensor, "number": pattern(dtype, ()), "nothing": pattern(dtype, (0, 3))})
     with stream_pack.open(path) as pack:
         array = pack["matrix"].numpy()
         assert array.dtype == np.dtype(dtype)
@@ -141,19 +131,13 @@ def test_without_ml_dtypes_the_error_names_the_other_ways(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     pack_bytes(path, {"w": pattern(dtype)})
-    with (
-        stream_pack.open(path) as pack,
-        pytest.raises(TypeError, match=r"ml_dtypes.*\.raw\(\).*\.torch\(\)"),
-    ):
+    with stream_pack.open(path) as pack, pytest.raises(TypeError, match=r"ml_dtypes.*\.raw\(\).*\.torch\(\)"):
         pack["w"].numpy()
 
 
 def test_complex32_is_nothing_for_numpy(path: Path) -> None:
     pack_bytes(path, {"w": pattern("complex32")})
-    with (
-        stream_pack.open(path) as pack,
-        pytest.raises(TypeError, match=r"\.raw\(\) or \.torch\(\)"),
-    ):
+    with stream_pack.open(path) as pack, pytest.raises(TypeError, match=r"\.raw\(\) or \.torch\(\)"):
         pack["w"].numpy()
 
 
@@ -269,9 +253,7 @@ def test_nothing_is_copied_until_somebody_writes(path: Path) -> None:
 
 def test_in_place_operations_neither_warn_nor_crash_nor_reach_the_file(path: Path) -> None:
     # PT#46741, PT#129077: the whole of it in a child where every warning is an error
-    data = pack_bytes(
-        path, {"w": torch.arange(6.0), "c": pattern("complex32"), "e": torch.empty(0, 3)}
-    )
+    data = pack_bytes(path, {"w": torch.arange(6.0), "c": pattern("complex32"), "e": torch.empty(0, 3)})
     program = """
 import sys, torch, stream_pack
 with stream_pack.open(sys.argv[1]) as pack:
@@ -286,10 +268,7 @@ assert state["w"].tolist() == [1, 2, 3, 4, 5, 6]
 assert w.tolist() == [0] * 6
 """
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, path],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-W", "error", "-c", program, path], capture_output=True, text=True, check=False
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert path.read_bytes() == data
@@ -326,9 +305,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
-def test_a_leading_slice_is_what_numpy_says_and_is_no_copy(
-    key: tuple[object, ...], path: Path
-) -> None:
+def test_a_leading_slice_is_what_numpy_says_and_is_no_copy(key: tuple[object, ...], path: Path) -> None:
     tensor = torch.arange(3 * 3 * 5.0).reshape(3, 3, 5)
     pack_bytes(path, {"first": torch.ones(1), "w": tensor})
     expected = tensor.numpy()[key]  # type: ignore[index]
@@ -347,9 +324,7 @@ def test_a_leading_slice_is_what_numpy_says_and_is_no_copy(
             assert part.torch().data_ptr() == whole.torch().data_ptr() + step
 
 
-@pytest.mark.parametrize(
-    "key", [(slice(0, 2), slice(0, 1)), (slice(None, None, 2),), (slice(0, 2), 1)], ids=str
-)
+@pytest.mark.parametrize("key", [(slice(0, 2), slice(0, 1)), (slice(None, None, 2),), (slice(0, 2), 1)], ids=str)
 def test_a_part_that_is_not_contiguous_is_refused_with_advice(key: object, pack: Pack) -> None:
     with pytest.raises(IndexError, match=r"not contiguous; slice \.numpy\(\) or \.torch\(\)"):
         pack.get_slice("embed")[key]
@@ -390,17 +365,7 @@ def test_an_empty_pack_and_a_pack_of_nothing_but_shapes_open(path: Path) -> None
 
 
 def test_odd_names_are_kept_exactly(path: Path) -> None:
-    names = [
-        "",
-        "../../etc/x",
-        "a/b",
-        "\u00e9",
-        "e\u0301",
-        "new\nline",
-        "nul\0",
-        "x" * 5000,
-        "\U0001f600",
-    ]
+    names = ["", "../../etc/x", "a/b", "\u00e9", "e\u0301", "new\nline", "nul\0", "x" * 5000, "\U0001f600"]
     pack_bytes(path, {name: torch.tensor(number) for number, name in enumerate(names)})
     with stream_pack.open(path) as pack:
         assert list(pack) == names
@@ -422,13 +387,7 @@ def test_a_closed_pack_says_that_it_is_closed(path: Path) -> None:
         lambda: pack["embed"],
         lambda: pack.metadata,
     ]
-    calls += [
-        lambda: len(pack),
-        lambda: list(pack),
-        lambda: "x" in pack,
-        pack.verify,
-        lambda: pack.get_slice("norm"),
-    ]
+    calls += [lambda: len(pack), lambda: list(pack), lambda: "x" in pack, pack.verify, lambda: pack.get_slice("norm")]
     for call in calls:
         with pytest.raises(StateError, match="closed"):
             call()
@@ -443,12 +402,8 @@ def test_notes_of_a_tensor_are_read(path: Path) -> None:
 
     builder = CatalogBuilder()
     builder.add("a", BY_NAME["uint8"], (0,), storage=0, start=0)
-    builder.add(
-        "b", BY_NAME["uint8"], (0,), storage=0, start=0, notes={"type": "Q4_0", "by": "hand"}
-    )
-    encoded = encode_head(
-        plan(builder.build(storages_nbytes=0, metadata={"k": "v"}), Policy()), MPS
-    )
+    builder.add("b", BY_NAME["uint8"], (0,), storage=0, start=0, notes={"type": "Q4_0", "by": "hand"})
+    encoded = encode_head(plan(builder.build(storages_nbytes=0, metadata={"k": "v"}), Policy()), MPS)
     footer = encode_footer(encoded.head, b"")
     path.write_bytes(encoded.front + bytes(encoded.padding_nbytes) + encoded.locator + footer)
     with stream_pack.open(path, verify="full") as pack:
@@ -474,7 +429,5 @@ def test_numpy_and_indexing_take_a_view_as_it_is(path: Path) -> None:
 
 def test_a_checkpoint_instead_of_a_pack_gets_the_command_that_makes_one(path: Path) -> None:
     torch.save({"w": torch.ones(3)}, path)
-    with pytest.raises(
-        stream_pack.NotAPackError, match="make a pack of it with `stream-pack convert`"
-    ):
+    with pytest.raises(stream_pack.NotAPackError, match="make a pack of it with `stream-pack convert`"):
         stream_pack.open(path)

@@ -23,15 +23,7 @@ from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits,
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.sets.composite import JoinedSource, Member
 
-__all__ = [
-    "Expected",
-    "MakeSource",
-    "SourceSuite",
-    "catalog_rows",
-    "collect",
-    "options",
-    "requests_for",
-]
+__all__ = ["Expected", "MakeSource", "SourceSuite", "catalog_rows", "collect", "options", "requests_for"]
 
 MIB = 1 << 20
 
@@ -49,16 +41,10 @@ MakeSource: TypeAlias = Callable[[], Source]
 
 
 def options(
-    *,
-    chunk_nbytes: int = 4 * MIB,
-    jobs: int = 1,
-    in_order: bool = False,
-    spool: Spool | None = None,
+    *, chunk_nbytes: int = 4 * MIB, jobs: int = 1, in_order: bool = False, spool: Spool | None = None
 ) -> StreamOptions:
     """Stream options; without ``spool`` there is no disk space to be had."""
-    return StreamOptions(
-        chunk_nbytes=chunk_nbytes, jobs=jobs, in_order=in_order, spool=spool or Spool(None)
-    )
+    return StreamOptions(chunk_nbytes=chunk_nbytes, jobs=jobs, in_order=in_order, spool=spool or Spool(None))
 
 
 def catalog_rows(catalog: Catalog) -> list[tuple[str, str, tuple[int, ...], int]]:
@@ -69,15 +55,11 @@ def catalog_rows(catalog: Catalog) -> list[tuple[str, str, tuple[int, ...], int]
     ]
 
 
-def requests_for(
-    catalog: Catalog, tensors: Iterable[int] | None = None
-) -> tuple[list[int], Requests]:
+def requests_for(catalog: Catalog, tensors: Iterable[int] | None = None) -> tuple[list[int], Requests]:
     """One buffer for each of ``tensors`` (default: all) that has bytes; returns these tensors too."""
     chosen = range(len(catalog)) if tensors is None else tensors
     kept = [k for k in chosen if catalog.nbytes[k]]
-    requests = Requests(
-        storages=catalog.storages[kept], starts=catalog.starts[kept], nbytes=catalog.nbytes[kept]
-    )
+    requests = Requests(storages=catalog.storages[kept], starts=catalog.starts[kept], nbytes=catalog.nbytes[kept])
     return kept, requests
 
 
@@ -97,10 +79,7 @@ def collect(source: Source, requests: Requests, stream_options: StreamOptions) -
             assert memoryview(chunk).format == "B"
             assert memoryview(chunk).c_contiguous
         chunks[buffer].append(chunk)
-    return [
-        b"".join(bytes(part.nbytes) if isinstance(part, Zeros) else part for part in parts)
-        for parts in chunks
-    ]
+    return [b"".join(bytes(part.nbytes) if isinstance(part, Zeros) else part for part in parts) for parts in chunks]
 
 
 class SourceSuite:
@@ -127,32 +106,22 @@ class SourceSuite:
     ) -> None:
         with make() as source:
             assert catalog_rows(source.catalog) == [
-                (name, tensor.dtype, tensor.shape, len(tensor.data))
-                for name, tensor in expected.items()
+                (name, tensor.dtype, tensor.shape, len(tensor.data)) for name, tensor in expected.items()
             ]
 
     @pytest.mark.parametrize("jobs", [1, 4])
     @pytest.mark.parametrize("chunk_nbytes", [1, 7, 4096, 4 * MIB])
     def test_every_byte_of_every_tensor_arrives_once_in_its_place(
-        self,
-        make: MakeSource,
-        expected: dict[str, Expected],
-        spool: Spool,
-        chunk_nbytes: int,
-        jobs: int,
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool, chunk_nbytes: int, jobs: int
     ) -> None:
         with make() as source:
             tensors, requests = requests_for(source.catalog)
-            data = collect(
-                source, requests, options(chunk_nbytes=chunk_nbytes, jobs=jobs, spool=spool)
-            )
+            data = collect(source, requests, options(chunk_nbytes=chunk_nbytes, jobs=jobs, spool=spool))
             for k, received in zip(tensors, data, strict=True):
                 name = source.catalog.names[k]
                 assert received == expected[name].data, name
 
-    def test_some_tensors_can_be_left_out(
-        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
-    ) -> None:
+    def test_some_tensors_can_be_left_out(self, make: MakeSource, expected: dict[str, Expected], spool: Spool) -> None:
         with make() as source:
             every_second = range(1, len(source.catalog), 2)
             tensors, requests = requests_for(source.catalog, every_second)
@@ -167,8 +136,7 @@ class SourceSuite:
             catalog = source.catalog
             tensors = [k for k in range(len(catalog)) if catalog.nbytes[k] >= 3]
             middles = ranges(
-                (int(catalog.storages[k]), int(catalog.starts[k]) + 1, int(catalog.nbytes[k]) - 2)
-                for k in tensors
+                (int(catalog.storages[k]), int(catalog.starts[k]) + 1, int(catalog.nbytes[k]) - 2) for k in tensors
             )
             data = collect(source, middles, options(chunk_nbytes=7, spool=spool))
             assert data == [expected[catalog.names[k]].data[1:-1] for k in tensors]
@@ -198,16 +166,12 @@ class SourceSuite:
             data = [b"".join(part for b, part in pieces if b == n) for n in range(len(tensors))]
             assert data == [expected[source.catalog.names[k]].data for k in tensors]
 
-    def test_a_source_that_nobody_wants_bytes_of_still_ends_well(
-        self, make: MakeSource, spool: Spool
-    ) -> None:
+    def test_a_source_that_nobody_wants_bytes_of_still_ends_well(self, make: MakeSource, spool: Spool) -> None:
         with make() as source:
             assert collect(source, ranges([]), options(spool=spool)) == []
             assert source.verification
 
-    def test_the_spool_takes_no_more_than_was_announced(
-        self, make: MakeSource, spool: Spool
-    ) -> None:
+    def test_the_spool_takes_no_more_than_was_announced(self, make: MakeSource, spool: Spool) -> None:
         with make() as source:
             _, requests = requests_for(source.catalog)
             announced = source.demand(requests, in_order=False, chunk_nbytes=MIB).spool_nbytes
@@ -219,25 +183,17 @@ class SourceSuite:
         with make() as source:
             rows = list(range(len(source.catalog)))[::-1]
             refused = {rows[0]: "is refused", rows[-1]: "is refused too"}
-            source.traits = marked = Traits(
-                "marked", source.traits.chooses_order, 12345, True, refused, ("seen",)
-            )
+            source.traits = marked = Traits("marked", source.traits.chooses_order, 12345, True, refused, ("seen",))
             names = [source.catalog.names[row] for row in rows]
             adapted = AdaptedSource(source, take_rows(source.catalog, np.array(rows), names), rows)
-            joined = JoinedSource(
-                [Member("member", source, rows)], kind="marked", metadata={}, remarks=("joined",)
-            )
+            joined = JoinedSource([Member("member", source, rows)], kind="marked", metadata={}, remarks=("joined",))
             moved = {at: refused[row] for at, row in enumerate(rows) if row in refused}
             wanted = dataclasses.replace(marked, refusals=moved)
             assert adapted.traits == wanted
-            assert joined.traits == dataclasses.replace(
-                wanted, remarks=("joined", "'member': seen")
-            )
+            assert joined.traits == dataclasses.replace(wanted, remarks=("joined", "'member': seen"))
 
     @pytest.mark.parametrize("in_order", [False, True])
-    def test_a_wrapper_demands_what_the_source_demands(
-        self, make: MakeSource, in_order: bool
-    ) -> None:
+    def test_a_wrapper_demands_what_the_source_demands(self, make: MakeSource, in_order: bool) -> None:
         with make() as source:
             catalog = source.catalog
             rows = range(len(catalog))

@@ -63,9 +63,7 @@ def _again(path: Path, *, sort: bool) -> None:
 
 
 def safetensors_file(path: Path) -> None:
-    safetensors.torch.save_file(
-        {"w": W, "ids": torch.arange(5)}, path, metadata={"note": json.dumps({"a": 1})}
-    )
+    safetensors.torch.save_file({"w": W, "ids": torch.arange(5)}, path, metadata={"note": json.dumps({"a": 1})})
 
 
 def gguf_file(path: Path) -> None:
@@ -84,17 +82,7 @@ def pack(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        torch_zip,
-        torch_legacy,
-        training,
-        deflated,
-        pickle_last,
-        safetensors_file,
-        gguf_file,
-        pack,
-    ],
+    "write", [torch_zip, torch_legacy, training, deflated, pickle_last, safetensors_file, gguf_file, pack]
 )
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16", "order": "name", "exclude": "none"}])
 def test_a_pipe_of_single_bytes_makes_the_pack_of_the_file(

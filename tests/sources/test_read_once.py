@@ -83,9 +83,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("jobs", [1, 4])
 @pytest.mark.parametrize("to", ["file", "stream"])
-def test_a_conversion_reads_every_byte_once(
-    source: Path, tmp_path: Path, to: str, jobs: int
-) -> None:
+def test_a_conversion_reads_every_byte_once(source: Path, tmp_path: Path, to: str, jobs: int) -> None:
     def convert() -> None:
         if to == "file":
             stream_pack.convert(source, tmp_path / "target", jobs=jobs)
@@ -99,9 +97,7 @@ def test_a_conversion_reads_every_byte_once(
 
 
 @pytest.mark.parametrize(("to", "times"), [("file", 1), ("stream", 2)])
-def test_views_that_share_blocks_of_a_pack_do_not_read_them_for_each(
-    to: str, times: int, tmp_path: Path
-) -> None:
+def test_views_that_share_blocks_of_a_pack_do_not_read_them_for_each(to: str, times: int, tmp_path: Path) -> None:
     """A stream takes the views in turn: a block is proved for the first, and read where it is wanted for the others."""
     base = torch.arange(NBYTES // 4, dtype=torch.int32)
     parts = base.reshape(-1, 16384)  # 64 KiB each, 64 of them a block

@@ -29,15 +29,7 @@ from stream_pack.errors import (
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.safetensors import SafetensorsSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    catalog_rows,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, catalog_rows, collect, options, requests_for
 from tests.support.damage import may_refuse
 
 # What the format calls each dtype.  Source: the safetensors documentation, "Format".
@@ -88,11 +80,7 @@ def as_safetensors_reads(data: bytes) -> dict[str, Expected]:
     tensors = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
     order = sorted(tensors, key=lambda name: (header[name]["data_offsets"][0], name))
     return {
-        name: Expected(
-            NAMES[tensors[name]["dtype"]],
-            tuple(tensors[name]["shape"]),
-            bytes(tensors[name]["data"]),
-        )
+        name: Expected(NAMES[tensors[name]["dtype"]], tuple(tensors[name]["shape"]), bytes(tensors[name]["data"]))
         for name in order
     }
 
@@ -124,10 +112,7 @@ class TestAPipe(TestAFile):
 
 
 def open_both(data: bytes, tmp_path: Path) -> list[Callable[[], SafetensorsSource]]:
-    return [
-        lambda: SafetensorsSource(file_stream(data, tmp_path)),
-        lambda: SafetensorsSource(pipe_stream(data)),
-    ]
+    return [lambda: SafetensorsSource(file_stream(data, tmp_path)), lambda: SafetensorsSource(pipe_stream(data))]
 
 
 def read(source: SafetensorsSource) -> list[bytes]:
@@ -205,11 +190,7 @@ BROKEN_HEADERS: dict[str, tuple[Any, bytes, str]] = {
         "not JSON",
     ),
     "has NaN": (b'{"w":{"dtype":"U8","shape":[NaN],"data_offsets":[0,2]}}', b"ab", "NaN"),
-    "names a tensor twice": (
-        b'{"w":%(e)b,"w":%(e)b}' % {b"e": json.dumps(TWO).encode()},
-        b"ab",
-        "'w' twice",
-    ),
+    "names a tensor twice": (b'{"w":%(e)b,"w":%(e)b}' % {b"e": json.dumps(TWO).encode()}, b"ab", "'w' twice"),
     "names a tensor twice, once escaped": (
         rb'{"w":%(e)b,"\u0077":%(e)b}' % {b"e": json.dumps(TWO).encode()},
         b"ab",
@@ -233,40 +214,20 @@ BROKEN_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "has a dim of 2**64": ({"w": entry("U8", [2**64, 0], 0, 0)}, b"", "'w'"),
     "has 65 dims": ({"w": entry("U8", [1] * 65, 0, 1)}, b"a", "'w'"),
     "has one offset": ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [2]}}, b"ab", "'w'"),
-    "has three offsets": (
-        {"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2, 2]}},
-        b"ab",
-        "'w'",
-    ),
+    "has three offsets": ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2, 2]}}, b"ab", "'w'"),
     "has a negative offset": ({"w": entry("U8", [2], -2, 0)}, b"ab", "'w'"),
-    "ends before it begins": (
-        {"w": entry("U8", [2], 0, 2), "v": entry("U8", [1], 2, 1)},
-        b"ab",
-        "'v'",
-    ),
+    "ends before it begins": ({"w": entry("U8", [2], 0, 2), "v": entry("U8", [1], 2, 1)}, b"ab", "'v'"),
     "has a hole in front": ({"w": entry("U8", [2], 1, 3)}, b"abc", "'w'"),
     "has a hole": ({"v": entry("U8", [1], 0, 1), "w": entry("U8", [1], 2, 3)}, b"abc", "'w'"),
     "has an overlap": ({"v": entry("U8", [2], 0, 2), "w": entry("U8", [2], 1, 3)}, b"abc", "'w'"),
     "has the same bytes twice": ({"v": TWO, "w": TWO}, b"ab", "overlap"),
-    "has an empty tensor inside another": (
-        {"v": entry("U8", [2], 0, 2), "w": entry("U8", [0], 1, 1)},
-        b"ab",
-        "'w'",
-    ),
+    "has an empty tensor inside another": ({"v": entry("U8", [2], 0, 2), "w": entry("U8", [0], 1, 1)}, b"ab", "'w'"),
     "has a size that is not shape x dtype": ({"w": entry("F32", [1], 0, 2)}, b"ab", "'w'"),
     "has a scalar of two bytes": ({"w": entry("U8", [], 0, 2)}, b"ab", "'w'"),
     "has metadata that is a list": ({"__metadata__": [], "w": TWO}, b"ab", "__metadata__"),
     "has metadata that is not text": ({"__metadata__": {"a": 1}, "w": TWO}, b"ab", "'a'"),
-    "has a lone surrogate in metadata": (
-        {"__metadata__": {"a": "\ud800"}, "w": TWO},
-        b"ab",
-        "surrogate",
-    ),
-    "holds shards": (
-        {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": TWO},
-        b"ab",
-        "shards, not tensors",
-    ),
+    "has a lone surrogate in metadata": ({"__metadata__": {"a": "\ud800"}, "w": TWO}, b"ab", "surrogate"),
+    "holds shards": ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": TWO}, b"ab", "shards, not tensors"),
 }
 
 
@@ -301,9 +262,7 @@ def test_a_name_that_no_text_can_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100_000_001, 2**40, 2**63, 2**64 - 1])
-def test_a_header_longer_than_the_format_allows_is_refused_unread(
-    nbytes: int, tmp_path: Path
-) -> None:
+def test_a_header_longer_than_the_format_allows_is_refused_unread(nbytes: int, tmp_path: Path) -> None:
     for make in open_both(struct.pack("<Q", nbytes) + b"{" * 92, tmp_path):
         with pytest.raises(UnsupportedCheckpointError, match=str(nbytes)):
             make()
@@ -346,9 +305,7 @@ def test_bytes_after_the_data_are_refused(trailing: bytes, tmp_path: Path) -> No
 
 @given(flips=st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), max_size=4))
 def test_damage_anywhere_is_our_error_or_none(flips: list[tuple[int, int]]) -> None:
-    data = bytearray(
-        with_header({"__metadata__": {"a": "b"}, "w": TWO, "v": entry("F32", [1], 2, 6)}, b"abcdef")
-    )
+    data = bytearray(with_header({"__metadata__": {"a": "b"}, "w": TWO, "v": entry("F32", [1], 2, 6)}, b"abcdef"))
     for at, mask in flips:
         data[at % len(data)] ^= mask
     with may_refuse(TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError):
@@ -371,10 +328,7 @@ assert not {"torch", "safetensors"} & set(sys.modules)
 
 def test_a_tensor_past_four_gib_of_a_sparse_file_is_found(tmp_path: Path) -> None:
     path = tmp_path / "sparse"
-    header = {
-        "big": entry("U8", [2**32 + 8], 0, 2**32 + 8),
-        "w": entry("F32", [2], 2**32 + 8, 2**32 + 16),
-    }
+    header = {"big": entry("U8", [2**32 + 8], 0, 2**32 + 8), "w": entry("F32", [2], 2**32 + 8, 2**32 + 16)}
     head = with_header(header)
     with path.open("wb") as file:
         file.write(head)

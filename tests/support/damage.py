@@ -69,11 +69,7 @@ class Share:
 def some_or_all(one_of: int) -> pytest.MarkDecorator:
     """Two tests of one: ``share`` is one case of every ``one_of`` (best a prime), and, in the slow one, all."""
     return pytest.mark.parametrize(
-        "share",
-        [
-            pytest.param(Share(one_of), id="some"),
-            pytest.param(Share(1), id="all", marks=pytest.mark.slow),
-        ],
+        "share", [pytest.param(Share(one_of), id="some"), pytest.param(Share(1), id="all", marks=pytest.mark.slow)]
     )
 
 
@@ -93,9 +89,7 @@ def flipped(
         yield f"byte {place} ^ {mask:#04x}", bytes(changed)
 
 
-def two_bits_of_each_byte(
-    data: bytes, apart: int, share: Share = Share(1)
-) -> Iterator[tuple[str, bytes]]:
+def two_bits_of_each_byte(data: bytes, apart: int, share: Share = Share(1)) -> Iterator[tuple[str, bytes]]:
     """Copies of ``data`` with one bit flipped: in each byte another one than in the last, and one ``apart``."""
     tried = ((at, bit % 8) for at in range(len(data)) for bit in (at, at + apart))
     for at, bit in share.of(tried):

@@ -65,11 +65,7 @@ def _segment(builder: flatbuffers.Builder, offset: int, nbytes: int) -> int:
 
 
 def mps_payload(
-    constants: Sequence[Constant],
-    data: bytes,
-    *,
-    ids: Sequence[int] | None = None,
-    region_nbytes: int | None = None,
+    constants: Sequence[Constant], data: bytes, *, ids: Sequence[int] | None = None, region_nbytes: int | None = None
 ) -> bytes:
     """MP00: ``constants`` are the values 0, 1, ...; ``ids`` are what the graph calls constants, by default all.
 
@@ -135,9 +131,7 @@ def xnnpack_payload(constants: Sequence[Constant], data: bytes) -> bytes:
     builder.Finish(builder.EndObject(), file_identifier=b"XN01")
     graph = bytes(builder.Output())
     region = -(-(32 + len(graph)) // 16) * 16
-    header = struct.pack(
-        "<4s4sHIIIQ2s", bytes(4), b"XH00", 30, 32, len(graph), region, len(data), bytes(2)
-    )
+    header = struct.pack("<4s4sHIIIQ2s", bytes(4), b"XH00", 30, 32, len(graph), region, len(data), bytes(2))
     return (header + graph).ljust(region, b"\0") + data
 
 
@@ -152,13 +146,7 @@ class Named:
     dim_order: Sequence[int] = ()
 
 
-def ptd(
-    named: Sequence[Named],
-    segments: Sequence[tuple[int, int]],
-    *,
-    region: int,
-    region_nbytes: int,
-) -> bytes:
+def ptd(named: Sequence[Named], segments: Sequence[tuple[int, int]], *, region: int, region_nbytes: int) -> bytes:
     """The first ``region`` bytes of a FT01 file."""
     builder = flatbuffers.Builder()
     entries = []

@@ -58,10 +58,7 @@ def _resident(pid: int | str) -> dict[str, int]:
 
 
 def measure(
-    argv: Sequence[str | os.PathLike[str]],
-    *,
-    stdin: IO[bytes] | int | None = None,
-    stdout: IO[bytes] | None = None,
+    argv: Sequence[str | os.PathLike[str]], *, stdin: IO[bytes] | int | None = None, stdout: IO[bytes] | None = None
 ) -> Measured:
     """Run a program to its end and tell its peak of resident anonymous memory, its children's not included.
 
@@ -94,8 +91,6 @@ def measure(
     return Measured(max(sampled, high_water - mapped), output)
 
 
-def peak_anonymous_nbytes(
-    argv: Sequence[str | os.PathLike[str]], *, stdin: IO[bytes] | int | None = None
-) -> int:
+def peak_anonymous_nbytes(argv: Sequence[str | os.PathLike[str]], *, stdin: IO[bytes] | int | None = None) -> int:
     """The peak of a program's resident anonymous memory, as :func:`measure` finds it."""
     return measure(argv, stdin=stdin).peak_anonymous_nbytes

@@ -19,9 +19,7 @@ from stream_pack.format.header import To
 __all__ = ["BLOCK_NBYTES", "LOCATOR", "Places", "pack_bytes", "places", "reseal", "tensors"]
 
 BLOCK_NBYTES = 4096
-LOCATOR = struct.Struct(
-    "<QQQQII8s"
-)  # index file offset, index nbytes, pack nbytes, checksum, nbytes, version, magic
+LOCATOR = struct.Struct("<QQQQII8s")  # index file offset, index nbytes, pack nbytes, checksum, nbytes, version, magic
 FOOTER = struct.Struct("<QII8s")
 
 
@@ -49,11 +47,7 @@ def pack_bytes(
 ) -> bytes:
     """Write a pack of ``content`` (None: :func:`tensors`) with blocks of 4096 bytes, and return its bytes."""
     stream_pack.save_file(
-        tensors() if content is None else content,
-        path,
-        to=to,
-        metadata=metadata,
-        block_nbytes=BLOCK_NBYTES,
+        tensors() if content is None else content, path, to=to, metadata=metadata, block_nbytes=BLOCK_NBYTES
     )
     return path.read_bytes()
 

@@ -44,8 +44,5 @@ def mapped_file(path: str | os.PathLike[str]) -> MappedFile:
         elif inside and field in totals:
             totals[field] += int(value.split()[0]) * 1024
     return MappedFile(
-        permissions=tuple(permissions),
-        nbytes=totals["Size"],
-        resident=totals["Rss"],
-        anonymous=totals["Anonymous"],
+        permissions=tuple(permissions), nbytes=totals["Size"], resident=totals["Rss"], anonymous=totals["Anonymous"]
     )

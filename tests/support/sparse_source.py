@@ -18,17 +18,11 @@ class SparseSource(Source):
     """
 
     def __init__(
-        self,
-        tensors: dict[str, tuple[str, tuple[int, ...]]],
-        *,
-        endings: Mapping[str, bytes] | None = None,
+        self, tensors: dict[str, tuple[str, tuple[int, ...]]], *, endings: Mapping[str, bytes] | None = None
     ) -> None:
         builder = CatalogBuilder()
         total = 0
-        self._endings = [
-            (endings or {}).get(name, number.to_bytes(8, "little"))
-            for number, name in enumerate(tensors)
-        ]
+        self._endings = [(endings or {}).get(name, number.to_bytes(8, "little")) for number, name in enumerate(tensors)]
         for number, (name, (dtype, shape)) in enumerate(tensors.items()):
             total += builder.add(name, BY_NAME[dtype], shape, storage=number, start=0)
         super().__init__(builder.build(storages_nbytes=total), Traits("sparse", sparse=True))

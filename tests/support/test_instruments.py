@@ -53,9 +53,7 @@ def late_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return measured
 
 
-def test_memory_that_was_given_back_before_anybody_looked_counts_in_the_peak(
-    late_peak: Callable[..., int],
-) -> None:
+def test_memory_that_was_given_back_before_anybody_looked_counts_in_the_peak(late_peak: Callable[..., int]) -> None:
     idle = peak_anonymous_nbytes(python("pass"))
     assert idle < 32 * MIB
     peak = late_peak(f"b = bytearray({64 * MIB})", "del b")
@@ -68,9 +66,7 @@ def test_memory_that_was_only_reserved_is_not_counted() -> None:
     assert peak < idle + 8 * MIB
 
 
-def test_pages_of_a_mapped_file_are_not_counted(
-    tmp_path: Path, late_peak: Callable[..., int]
-) -> None:
+def test_pages_of_a_mapped_file_are_not_counted(tmp_path: Path, late_peak: Callable[..., int]) -> None:
     path = tmp_path / "mapped"
     path.write_bytes(b"\1" * (64 * MIB))
     idle = peak_anonymous_nbytes(python("import mmap"))
@@ -91,9 +87,7 @@ def test_the_memory_of_the_parent_is_not_counted() -> None:
 
 def test_input_and_output_of_the_measured_program_are_passed_on() -> None:
     with subprocess.Popen(python("print('through the pipe')"), stdout=subprocess.PIPE) as producer:
-        measured = measure(
-            python("import sys", "print(sys.stdin.read().upper(), end='')"), stdin=producer.stdout
-        )
+        measured = measure(python("import sys", "print(sys.stdin.read().upper(), end='')"), stdin=producer.stdout)
     assert measured.stdout == b"THROUGH THE PIPE\n"
 
 

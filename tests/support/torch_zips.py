@@ -23,9 +23,7 @@ def saved(value: object, **options: Any) -> bytes:
 
 def as_torch_has_it(tensor: torch.Tensor) -> bytes:
     """The tensor's elements, row-major and little-endian, bits resolved."""
-    plain = (
-        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    )
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
 
 
@@ -36,11 +34,8 @@ def records(data: bytes) -> dict[str, bytes]:
 
 
 def repacked(
-    parts: dict[str, bytes] | Iterable[tuple[str, bytes]],
-    change: Callable[[Member], Member] = lambda member: member,
+    parts: dict[str, bytes] | Iterable[tuple[str, bytes]], change: Callable[[Member], Member] = lambda member: member
 ) -> bytes:
     """An archive of these records, each changed first."""
     pairs = parts.items() if isinstance(parts, dict) else parts
-    return archive(
-        change(Member(f"archive/{name}", data, streamed=len(data) > 0)) for name, data in pairs
-    )
+    return archive(change(Member(f"archive/{name}", data, streamed=len(data) > 0)) for name, data in pairs)

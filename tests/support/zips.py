@@ -69,9 +69,7 @@ def archive(members: Iterable[Member], *, zip64_end: bool = True, empty: int = 0
         flags = member.flags | 0x0800 | (0x0008 if member.streamed else 0)
         nbytes = len(member.data)
         sizes = (0, 0, 0) if member.streamed else (member.stated_crc, nbytes, nbytes)
-        out += b"PK\3\4" + struct.pack(
-            "<5H3I2H", 20, flags, member.method, 0, 0, *sizes, len(name), len(extra)
-        )
+        out += b"PK\3\4" + struct.pack("<5H3I2H", 20, flags, member.method, 0, 0, *sizes, len(name), len(extra))
         out += name + extra + member.data[: nbytes - member.drop]
         if member.streamed:
             layout = "<IQQ" if member.wide else "<III"
@@ -90,11 +88,7 @@ def archive(members: Iterable[Member], *, zip64_end: bool = True, empty: int = 0
     out += entries
     if zip64_end:
         end = len(out)
-        out += b"PK\6\6" + struct.pack(
-            "<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(entries), begin
-        )
+        out += b"PK\6\6" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, len(entries), begin)
         out += b"PK\6\7" + struct.pack("<IQI", 0, end, 1)
-    out += b"PK\5\6" + struct.pack(
-        "<4H2IH", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), len(entries), begin, 0
-    )
+    out += b"PK\5\6" + struct.pack("<4H2IH", 0, 0, min(count, 0xFFFF), min(count, 0xFFFF), len(entries), begin, 0)
     return bytes(out)

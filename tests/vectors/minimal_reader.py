@@ -137,7 +137,5 @@ def read(data: bytes) -> Pack:
         blocks=blocks,
         block_checksums=list(integers(data, "Q", checksums, len(blocks))),
         root_checksum=integer(data, "Q", nbytes - 24),
-        covered_by_root=data[region - 24 : region - 16]
-        + data[checksums : nbytes - 24]
-        + data[nbytes - 16 : nbytes],
+        covered_by_root=data[region - 24 : region - 16] + data[checksums : nbytes - 24] + data[nbytes - 16 : nbytes],
     )

@@ -65,9 +65,7 @@ def main(path: str) -> None:
         told: list[object] = [None]
         if rank == 0:
             specs = {name: (t.dtype, tuple(t.shape)) for name, t in whole_model().items()}
-            pack = stream_pack.ParallelWriter(
-                path, specs, metadata=METADATA, block_nbytes=BLOCK_NBYTES
-            )
+            pack = stream_pack.ParallelWriter(path, specs, metadata=METADATA, block_nbytes=BLOCK_NBYTES)
             told = [pack.unfinished_path]
         dist.broadcast_object_list(told, src=0)
         with stream_pack.PartWriter(str(told[0])) as writer:

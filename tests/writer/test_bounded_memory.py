@@ -34,9 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize("options", [(), ("--dtype", "f16")], ids=["as it is", "cast"])
 @pytest.mark.parametrize("piped", [False, True], ids=["file", "pipe"])
-def test_a_model_is_never_held_whole(
-    model: Path, piped: bool, options: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_model_is_never_held_whole(model: Path, piped: bool, options: tuple[str, ...], tmp_path: Path) -> None:
     target = tmp_path / "pack"
     argv = [sys.executable, "-m", "stream_pack", "convert", "--quiet", *options]
     with subprocess.Popen(["cat", model], stdout=subprocess.PIPE) as cat:

@@ -99,9 +99,7 @@ def test_what_is_spooled_lies_beside_the_target_and_never_in_the_folder_for_temp
     given = tensors()
     given["b"] = given["b"].t()  # has to be gathered, and a pipe brings it once
     watch = Watch(folder)
-    report = stream_pack.convert(
-        Dribble(saved(given), step=1 << 20), folder / "pack", progress=watch
-    )
+    report = stream_pack.convert(Dribble(saved(given), step=1 << 20), folder / "pack", progress=watch)
     assert report.spool_nbytes == NBYTES // 4
     assert watch.peak_nbytes <= 1.05 * (report.target_nbytes + NBYTES // 4)
     assert watch.spools

@@ -40,9 +40,7 @@ def assert_foretold(forecast: Forecast, report: Report) -> None:
 
 
 @pytest.mark.parametrize(
-    ("front", "most"),
-    [(MPS, 499_999), (XNNPACK, 999_998), (PTD, 333_333)],
-    ids=["mps", "xnnpack", "ptd"],
+    ("front", "most"), [(MPS, 499_999), (XNNPACK, 999_998), (PTD, 333_333)], ids=["mps", "xnnpack", "ptd"]
 )
 def test_tensors_that_a_verifier_would_refuse_are_warned_of(front: Front, most: int) -> None:
     # FlatBuffers' C++ Verifier visits a million tables by default.  docs/FORMAT.md, section 9.
@@ -63,17 +61,13 @@ def test_it_says_what_the_report_says_afterwards(dtype: str | None, tmp_path: Pa
         report = stream_pack.convert(make(), tmp_path / "pack", dtype=dtype, metadata={"k": "v"})
         assert_foretold(forecast, report)
         assert forecast.target_nbytes == (tmp_path / "pack").stat().st_size
-        assert (
-            forecast.buffers == 5
-        )  # w and tied share one; the view's start, byte 400, is not aligned
+        assert forecast.buffers == 5  # w and tied share one; the view's start, byte 400, is not aligned
 
 
 def test_into_a_stream_it_foretells_what_has_to_wait(tmp_path: Path) -> None:
     data = saved(tensors())
     forecast = stream_pack.forecast(Dribble(data, step=1000), order="name", to_stream=True)
-    report = stream_pack.convert(
-        Dribble(data, step=1000), io.BytesIO(), order="name", spool_dir=tmp_path
-    )
+    report = stream_pack.convert(Dribble(data, step=1000), io.BytesIO(), order="name", spool_dir=tmp_path)
     # By name: ids, rest, t, tied, view, w.  By the time ids comes, last, all others wait; t was spooled before.
     assert report.spool_nbytes <= forecast.spool_nbytes
     assert forecast.spool_nbytes == 4 * (30_000 + 200 + 4000 + 600) + 2400

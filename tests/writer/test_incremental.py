@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from stream_pack.errors import (
-    LimitError,
-    SourceError,
-    StateError,
-    UnknownTensorError,
-    UnsupportedTensorError,
-)
+from stream_pack.errors import LimitError, SourceError, StateError, UnknownTensorError, UnsupportedTensorError
 from stream_pack.writer.incremental import Spec, Writer
 from tests.vectors import minimal_reader
 
@@ -61,11 +55,7 @@ def test_packed_four_bit_elements_keep_their_bytes() -> None:
         writer.write("u", b"\xf0\x0f")
         writer.write("f", b"abcdef")
     tensors = minimal_reader.read(stream.getvalue()).tensors
-    assert (tensors["i"].dtype, tensors["i"].shape, tensors["i"].data) == (
-        "int4",
-        (3, 2),
-        b"\x21\x43\x65",
-    )
+    assert (tensors["i"].dtype, tensors["i"].shape, tensors["i"].data) == ("int4", (3, 2), b"\x21\x43\x65")
     assert tensors["u"].data == b"\xf0\x0f"
     assert (tensors["f"].dtype, tensors["f"].shape) == ("float4_e2m1fn", (2, 6))
 
@@ -82,14 +72,10 @@ def test_a_dtype_may_come_from_torch_or_ml_dtypes() -> None:
     import torch
 
     stream = io.BytesIO()
-    with Writer(
-        stream, {"t": (torch.bfloat16, (1,)), "m": (np.dtype(ml_dtypes.bfloat16), (1,))}
-    ) as writer:
+    with Writer(stream, {"t": (torch.bfloat16, (1,)), "m": (np.dtype(ml_dtypes.bfloat16), (1,))}) as writer:
         writer.write("t", b"12")
         writer.write("m", b"34")
-    assert [t.dtype for t in minimal_reader.read(stream.getvalue()).tensors.values()] == [
-        "bfloat16"
-    ] * 2
+    assert [t.dtype for t in minimal_reader.read(stream.getvalue()).tensors.values()] == ["bfloat16"] * 2
 
 
 @pytest.mark.parametrize(
@@ -105,9 +91,7 @@ def test_a_dtype_may_come_from_torch_or_ml_dtypes() -> None:
         ("float32", 2),
     ],
 )
-def test_specs_that_no_pack_can_hold_are_refused_by_name(
-    tmp_path: Path, spec: tuple[str, Any]
-) -> None:
+def test_specs_that_no_pack_can_hold_are_refused_by_name(tmp_path: Path, spec: tuple[str, Any]) -> None:
     with pytest.raises(UnsupportedTensorError, match="'bad'") as caught:
         Writer(tmp_path / "f", {"bad": spec})
     assert caught.value.tensor == "bad"
@@ -124,10 +108,7 @@ def test_a_spec_of_more_bytes_than_the_disk_has_is_refused_at_once(tmp_path: Pat
 
 @pytest.mark.parametrize("chunks", [[b"123"], [b"1234", b"5"], [], [b"123456789"]])
 def test_too_few_or_too_many_bytes_are_refused(tmp_path: Path, chunks: list[bytes]) -> None:
-    with (
-        pytest.raises(SourceError, match="'a' has 4 bytes"),
-        Writer(tmp_path / "f", {"a": ("uint8", (4,))}) as writer,
-    ):
+    with pytest.raises(SourceError, match="'a' has 4 bytes"), Writer(tmp_path / "f", {"a": ("uint8", (4,))}) as writer:
         writer.write("a", chunks)
     assert list(tmp_path.iterdir()) == []
 
@@ -205,9 +186,7 @@ def test_a_head_that_a_flatbuffer_cannot_hold_is_refused_before_a_byte_is_writte
 
 
 @pytest.mark.parametrize("chunks", [[b"1234", b"5"], [b"12"], None])
-def test_a_pack_of_which_a_write_failed_is_never_completed(
-    tmp_path: Path, chunks: list[bytes] | None
-) -> None:
+def test_a_pack_of_which_a_write_failed_is_never_completed(tmp_path: Path, chunks: list[bytes] | None) -> None:
     def failing() -> Iterator[bytes]:
         yield b"1234"
         raise LookupError("after the last byte")

@@ -43,9 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize("jobs", ["1", "4"])
 @pytest.mark.parametrize("to", ["pipe", "file"])
-def test_signals_during_reads_and_writes_change_nothing(
-    to: str, jobs: str, undisturbed: bytes, tmp_path: Path
-) -> None:
+def test_signals_during_reads_and_writes_change_nothing(to: str, jobs: str, undisturbed: bytes, tmp_path: Path) -> None:
     target = tmp_path / "pack"
     program = STORM + CONVERT + CALM + COUNT
     argv = [sys.executable, "-c", program, "-" if to == "pipe" else str(target), jobs]

@@ -19,15 +19,7 @@ import xxhash
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.pipeline.source import (
-    Chunk,
-    Piece,
-    Requests,
-    Source,
-    StreamOptions,
-    Traits,
-    Zeros,
-)
+from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits, Zeros
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
@@ -42,9 +34,7 @@ U8 = BY_NAME["uint8"]
 class ScriptedSource(Source):
     """A source that delivers exactly the pieces it was given."""
 
-    def __init__(
-        self, nbytes: dict[str, int], script: list[Piece], *, fail: BaseException | None = None
-    ) -> None:
+    def __init__(self, nbytes: dict[str, int], script: list[Piece], *, fail: BaseException | None = None) -> None:
         builder = CatalogBuilder()
         for number, (name, length) in enumerate(nbytes.items()):
             builder.add(name, U8, (length,), storage=number, start=0)
@@ -64,14 +54,7 @@ class ScriptedSource(Source):
             raise self._fail
 
 
-def write(
-    source: Source,
-    sink: Sink,
-    *,
-    spool: Spool | None = None,
-    block_nbytes: int = 4096,
-    jobs: int = 1,
-) -> Report:
+def write(source: Source, sink: Sink, *, spool: Spool | None = None, block_nbytes: int = 4096, jobs: int = 1) -> Report:
     with sink:
         return write_pack(
             source,
@@ -105,9 +88,7 @@ def test_pieces_may_alternate_between_buffers(tmp_path: Path, jobs: int) -> None
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
-def test_a_stream_gets_the_same_bytes_and_what_comes_early_waits_on_disk(
-    tmp_path: Path, jobs: int
-) -> None:
+def test_a_stream_gets_the_same_bytes_and_what_comes_early_waits_on_disk(tmp_path: Path, jobs: int) -> None:
     script: list[Piece] = [
         (2, B[:7]),
         (1, Zeros(3)),
@@ -122,9 +103,7 @@ def test_a_stream_gets_the_same_bytes_and_what_comes_early_waits_on_disk(
     write(ScriptedSource(nbytes, script), FileSink(path))
     check(path.read_bytes(), {"a": A, "z": bytes(3) + B[:10] + bytes(10_000), "b": B})
     stream = io.BytesIO()
-    report = write(
-        ScriptedSource(nbytes, script), StreamSink(stream), spool=Spool(tmp_path), jobs=jobs
-    )
+    report = write(ScriptedSource(nbytes, script), StreamSink(stream), spool=Spool(tmp_path), jobs=jobs)
     assert stream.getvalue() == path.read_bytes()
     # At most waits: all of b, after z was sent on.
     assert report.spool_nbytes == len(B)
@@ -143,9 +122,7 @@ def test_a_source_that_ends_early_is_refused_naming_the_tensor(tmp_path: Path, j
     path = tmp_path / "f"
     path.write_bytes(b"old")
     source = ScriptedSource({"a": len(A), "b": len(B)}, [(1, B), (0, A[:-1])])
-    with pytest.raises(
-        TruncatedSourceError, match=rf"{len(A) - 1} of {len(A)} bytes of tensor 'a'"
-    ):
+    with pytest.raises(TruncatedSourceError, match=rf"{len(A) - 1} of {len(A)} bytes of tensor 'a'"):
         write(source, FileSink(path), jobs=jobs)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -160,9 +137,7 @@ def test_a_source_that_delivers_too_much_is_refused(tmp_path: Path, script: list
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
 @pytest.mark.parametrize("error", [KeyError("mine"), OSError(5, "gone"), KeyboardInterrupt()])
-def test_an_error_of_the_source_passes_unchanged(
-    tmp_path: Path, jobs: int, error: BaseException
-) -> None:
+def test_an_error_of_the_source_passes_unchanged(tmp_path: Path, jobs: int, error: BaseException) -> None:
     source = ScriptedSource({"a": len(A)}, [(0, A[:100])], fail=error)
     with pytest.raises(type(error)) as caught:
         write(source, FileSink(tmp_path / "f"), jobs=jobs)
@@ -188,14 +163,7 @@ def test_the_head_reaches_the_sink_before_the_source_is_asked_for_data(tmp_path:
 
 def test_blocks_are_hashed_alike_however_the_chunks_fall() -> None:
     data = np.random.default_rng(1).bytes(3 * 4096 + 5)
-    cuts: list[list[int]] = [
-        [],
-        [4096],
-        [4095, 4097],
-        [1, 8192],
-        [8192, 12288],
-        list(range(1, 12000, 7)),
-    ]
+    cuts: list[list[int]] = [[], [4096], [4095, 4097], [1, 8192], [8192, 12288], list(range(1, 12000, 7))]
     outputs = set()
     for cut in cuts:
         edges = [0, *cut, len(data)]
@@ -268,10 +236,7 @@ print(hashlib.sha256(stream.getvalue()).hexdigest())
 def test_processes_with_other_hash_seeds_write_the_same_bytes() -> None:
     digests = {
         subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True,
-            capture_output=True,
+            [sys.executable, "-c", PROGRAM], env={**os.environ, "PYTHONHASHSEED": seed}, check=True, capture_output=True
         ).stdout
         for seed in ("0", "1")
     }
@@ -385,9 +350,7 @@ def test_a_file_is_not_overwritten_while_it_is_read(tmp_path: Path) -> None:
     before = path.read_bytes()
     with open(path, "r+b") as target:
         for source in (path, str(path)):
-            with pytest.raises(
-                SourceError, match="open for writing, and is the file of the source"
-            ):
+            with pytest.raises(SourceError, match="open for writing, and is the file of the source"):
                 convert(source, target)
         with (
             open(path, "rb") as source_file,

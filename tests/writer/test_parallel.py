@@ -125,9 +125,7 @@ def test_whatever_header_it_begins_with(to: To, tmp_path: Path) -> None:
 def test_threads_may_write_at_once(alone: bytes, tmp_path: Path) -> None:
     with parallel(tmp_path / "f") as pack, ThreadPoolExecutor(4) as pool:
         bounds = range(0, len(A), 1000)
-        parts = list(
-            pool.map(lambda begin: part_of(pack, ("a", A[begin : begin + 1000], begin)), bounds)
-        )
+        parts = list(pool.map(lambda begin: part_of(pack, ("a", A[begin : begin + 1000], begin)), bounds))
         pack.commit([*parts, part_of(pack, ("b", B, 0))])
     assert (tmp_path / "f").read_bytes() == alone
 
@@ -190,11 +188,7 @@ def test_a_part_of_another_pack_is_told_apart(tmp_path: Path) -> None:
     ("write", "error", "message"),
     [
         (("c", b"", 0), UnknownTensorError, r"no tensor 'c'"),
-        (
-            ("b", B, 1),
-            SourceError,
-            r"'b' has 12 bytes, too few for the chunks from byte 1 on",
-        ),
+        (("b", B, 1), SourceError, r"'b' has 12 bytes, too few for the chunks from byte 1 on"),
         (("b", b"", 13), SourceError, r"no range can begin at byte 13"),
         (("b", b"", -1), SourceError, r"no range can begin at byte -1"),
         (("none", b"x", 0), SourceError, r"'none' has 0 bytes"),

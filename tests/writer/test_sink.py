@@ -53,9 +53,7 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[Put]]:
 
 @given(layouts(), st.randoms(use_true_random=False))
 def test_a_file_holds_what_was_put_in_any_order(
-    tmp_path_factory: pytest.TempPathFactory,
-    layout: tuple[int, list[Put]],
-    shuffle: random.Random,
+    tmp_path_factory: pytest.TempPathFactory, layout: tuple[int, list[Put]], shuffle: random.Random
 ) -> None:
     nbytes, puts = layout
     path = tmp_path_factory.mktemp("sink") / "f"
@@ -121,9 +119,7 @@ def test_a_raw_file_object_that_writes_little_at_a_time_gets_everything() -> Non
 
 
 @pytest.mark.parametrize("target", ["file", "stream"])
-def test_more_small_parts_than_one_system_call_takes_are_written(
-    tmp_path: Path, target: str
-) -> None:
+def test_more_small_parts_than_one_system_call_takes_are_written(tmp_path: Path, target: str) -> None:
     puts = [(n, bytes([n % 251])) for n in range(3 * os.sysconf("SC_IOV_MAX"))]
     path = tmp_path / "f"
     if target == "file":
@@ -150,9 +146,7 @@ def test_a_write_that_writes_nothing_is_an_error_not_a_loop(returned: int | None
         fill(StreamSink(Stuck()), 3, [(0, b"abc")])
 
 
-def test_a_file_write_that_writes_nothing_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_write_that_writes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="wrote none"):
         fill(FileSink(tmp_path / "f"), 3, [(0, b"abc")])
@@ -206,13 +200,8 @@ def test_without_a_commit_nothing_is_left(tmp_path: Path) -> None:
         sink.commit()
 
 
-def test_a_full_disk_is_told_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with (
-        FileSink(tmp_path / "f") as sink,
-        pytest.raises(OSError, match=r"need \d+ bytes, have \d+") as caught,
-    ):
+def test_a_full_disk_is_told_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileSink(tmp_path / "f") as sink, pytest.raises(OSError, match=r"need \d+ bytes, have \d+") as caught:
         sink.begin(1 << 50, reserve=True)
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
@@ -376,9 +365,7 @@ def test_the_file_is_on_disk_before_it_gets_its_name_and_the_name_before_the_com
         ]
 
 
-def test_a_file_that_cannot_be_synced_never_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_synced_never_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -471,9 +458,7 @@ def test_a_file_of_another_user_in_a_sticky_folder_is_refused_at_once(open_folde
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
-def test_a_file_system_without_modes_takes_a_pack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_system_without_modes_takes_a_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def refuse(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -485,13 +470,9 @@ def test_a_file_system_without_modes_takes_a_pack(
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such advice")
-def test_the_disk_begins_with_what_was_written_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_begins_with_what_was_written_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        os, "posix_fadvise", lambda _, position, nbytes, __: told.append((position, nbytes))
-    )
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, position, nbytes, __: told.append((position, nbytes)))
     with FileSink(tmp_path / "f") as sink:
         sink.begin(64 << 20, reserve=True)
         for position in [*range(0, 20 << 20, 1 << 20), *range(40 << 20, 60 << 20, 1 << 20)]:
@@ -506,9 +487,7 @@ def test_the_disk_begins_with_what_was_written_before_the_end(
         assert all(at + nbytes <= end for at, nbytes in mine)
 
 
-def test_advice_that_a_file_system_refuses_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advice_that_a_file_system_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EINVAL, "no")
 

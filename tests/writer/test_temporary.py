@@ -40,19 +40,14 @@ def write(path: Path) -> None:
 def writer_of(path: Path) -> subprocess.Popen[str]:
     """A process that has begun to write ``path``, and does not end before its input."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WRITES_AND_WAITS, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", WRITES_AND_WAITS, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_one(
-    tmp_path: Path,
-) -> None:
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
     with writer_of(tmp_path / "killed") as killed, writer_of(tmp_path / "alive") as alive:
         assert len(names(tmp_path)) == 2
         killed.kill()
@@ -90,9 +85,7 @@ def test_files_of_other_machines_and_of_other_programs_stay(tmp_path: Path) -> N
     assert names(tmp_path) == sorted(kept)
 
 
-def test_what_only_looks_like_an_unfinished_file_is_neither_followed_nor_waited_for(
-    tmp_path: Path,
-) -> None:
+def test_what_only_looks_like_an_unfinished_file_is_neither_followed_nor_waited_for(tmp_path: Path) -> None:
     file, path = create_temporary(str(tmp_path))
     os.close(file)
     os.unlink(path)
@@ -124,9 +117,7 @@ def test_a_file_that_was_swept_before_it_was_locked_is_made_again(
     assert names(tmp_path) == ["target"]
 
 
-def test_without_locks_files_are_written_and_never_swept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_files_are_written_and_never_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(file: int, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

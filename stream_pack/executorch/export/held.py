@@ -169,9 +169,7 @@ class Holder:
         self._file = Spool(self._folder).open(why="streamed constants", nbytes=None)
         self._process = os.getpid()
 
-    def hold(
-        self, chunks: Iterable[memoryview | bytes], nbytes: int, *, sha256: bool = False
-    ) -> Held:
+    def hold(self, chunks: Iterable[memoryview | bytes], nbytes: int, *, sha256: bool = False) -> Held:
         """Write the ``nbytes`` bytes that ``chunks`` give.
 
         ``sha256``: compute that digest too.

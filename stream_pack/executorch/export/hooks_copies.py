@@ -32,9 +32,7 @@ LOWERING = (
 module makes is a real one."""
 
 
-def _deepcopy(
-    export: Export, stock: Stock, x: Any, memo: dict[int, Any] | None = None, *rest: Any
-) -> Any:
+def _deepcopy(export: Export, stock: Stock, x: Any, memo: dict[int, Any] | None = None, *rest: Any) -> Any:
     if _caller() in LOWERING:
         memo = {} if memo is None else memo
         memo.update((id(tensor), tensor) for tensor in _weights(x))

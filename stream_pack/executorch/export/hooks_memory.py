@@ -93,9 +93,7 @@ def _chars(pointer: Any) -> int:
     return int(getattr(array, "_length_", 0))
 
 
-def _emit_tensor(
-    export: Export, stock: Stock, self: Any, spec: Any, constant_tag: str | None = None
-) -> Any:
+def _emit_tensor(export: Export, stock: Stock, self: Any, spec: Any, constant_tag: str | None = None) -> Any:
     """A constant that no delegate takes, such as an embedding in an XNNPACK export."""
     name = getattr(spec.extra_tensor_info, "fully_qualified_name", None)
     label = f"the constant {name!r}" if name else f"a constant of shape {list(spec.shape)}"

@@ -69,13 +69,7 @@ def _serialized_buffer(
 
 
 def _serialized_data(
-    export: Export,
-    stock: Stock,
-    self: Any,
-    tensor: torch.Tensor,
-    mps_graph: Any,
-    mps_data_type: Any,
-    id: int,
+    export: Export, stock: Stock, self: Any, tensor: torch.Tensor, mps_graph: Any, mps_data_type: Any, id: int
 ) -> tuple[int, Any, Any]:
     """Hold the constant's elements on disk instead of copying its storage; returns a placeholder for them."""
     schema = _schema()
@@ -112,15 +106,9 @@ def _define_scalar(
     if key in self.tensor_to_id:
         return self.tensor_to_id[key]  # type: ignore[no-any-return]
     number: int = self.get_serialized_id(key, mps_graph)
-    nbytes, buffer, mps_data_type = self.get_serialized_data(
-        torch.tensor(val), mps_graph, mps_data_type, number
-    )
+    nbytes, buffer, mps_data_type = self.get_serialized_data(torch.tensor(val), mps_graph, mps_data_type, number)
     tensor = _schema().MPSTensor(
-        datatype=mps_data_type,
-        num_dims=1,
-        dims=[1],
-        constant_buffer_size=nbytes,
-        constant_buffer=buffer,
+        datatype=mps_data_type, num_dims=1, dims=[1], constant_buffer_size=nbytes, constant_buffer=buffer
     )
     mps_graph.mps_values.append(tensor)
     return number
@@ -139,15 +127,11 @@ def _node_visitors(export: Export, stock: Stock, *args: Any) -> dict[str, Any]:
     for visitor in visitors.values():
         visitor._tensor_to_id = numbers
     signature = args[0].graph_signature
-    export.state[__name__] = _Program(
-        {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    )
+    export.state[__name__] = _Program({**signature.inputs_to_parameters, **signature.inputs_to_buffers})
     return visitors
 
 
-def _constant_segment(
-    export: Export, stock: Stock, mps_graph: Any
-) -> tuple[StreamedCord | Region, Any]:
+def _constant_segment(export: Export, stock: Stock, mps_graph: Any) -> tuple[StreamedCord | Region, Any]:
     """Give each constant its offset; returns what the region consists of."""
     if export.alignment == "stock":
         return stock(mps_graph)  # type: ignore[no-any-return]

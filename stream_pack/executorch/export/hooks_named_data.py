@@ -59,9 +59,7 @@ def _stand_in(held: Held, label: str) -> HeldBytes | HeldFile:
     return HeldBytes(held, label) if FileBackedData is None else HeldFile(held)
 
 
-def _add(
-    export: Export, stock: Stock, self: Any, key: str, data: Any, *args: Any, **kwargs: Any
-) -> None:
+def _add(export: Export, stock: Stock, self: Any, key: str, data: Any, *args: Any, **kwargs: Any) -> None:
     label = f"the data {key!r}"
     if isinstance(data, HeldBytes):
         key = _true_key(key, data)

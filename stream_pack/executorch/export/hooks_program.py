@@ -141,12 +141,7 @@ _SERIALIZE = (
 
 HOOKS = (
     Hook("executorch.exir._serialize._program", "Cord", cord),
-    Hook(
-        "executorch.exir._serialize._serialize",
-        "serialize_pte_binary",
-        _serialize_program,
-        signature=_SERIALIZE,
-    ),
+    Hook("executorch.exir._serialize._serialize", "serialize_pte_binary", _serialize_program, signature=_SERIALIZE),
     Hook(MODULE, "_serialize_pte_binary", _serialize_program, signature=_SERIALIZE),
     Hook("executorch.exir._serialize._flatbuffer_program", "_coerce_bytes", _coerce_bytes),
     Hook(

@@ -72,13 +72,7 @@ _SERIALIZE = (
 )
 
 HOOKS = (
-    Hook(
-        _VISITOR,
-        "NodeVisitor.get_serialized_buffer_index",
-        _serialize_constant,
-        signature=_SERIALIZE,
-        late=True,
-    ),
+    Hook(_VISITOR, "NodeVisitor.get_serialized_buffer_index", _serialize_constant, signature=_SERIALIZE, late=True),
     Hook(
         _VISITOR,
         "NodeVisitor.get_quant_params",

@@ -135,8 +135,7 @@ class Patches:
             )
             if not self._allow_untested:
                 raise UntestedVersionError(
-                    f"{message}: use one of those, or try this one with allow_untested=True",
-                    faults=tuple(faults),
+                    f"{message}: use one of those, or try this one with allow_untested=True", faults=tuple(faults)
                 )
             warnings.warn(message, stacklevel=4)
         return found

@@ -76,8 +76,6 @@ def _chunk_nbytes(max_memory: int | None) -> int:
     if chunk < MIN_CHUNK_NBYTES:
         least = MIN_CHUNK_NBYTES * IN_FLIGHT_CHUNKS
         raise LimitError(
-            f"max_memory={max_memory}: streaming constants takes at least {least} bytes",
-            value=max_memory,
-            limit=least,
+            f"max_memory={max_memory}: streaming constants takes at least {least} bytes", value=max_memory, limit=least
         )
     return chunk

@@ -19,12 +19,7 @@ these takes longer than the work (14 times on two busy cores)."""
 
 
 def hold_tensor(
-    holder: Holder,
-    tensor: torch.Tensor,
-    *,
-    name: str,
-    dtype: torch.dtype | None = None,
-    sha256: bool = False,
+    holder: Holder, tensor: torch.Tensor, *, name: str, dtype: torch.dtype | None = None, sha256: bool = False
 ) -> Held:
     """Write the elements of ``tensor`` in row-major order, cast by torch to ``dtype`` if one is given.
 

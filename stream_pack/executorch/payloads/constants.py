@@ -58,9 +58,7 @@ class GraphConstant:
     nbytes: int | None = None
 
 
-def name_constants(
-    noun: str, numbers: Collection[int], names: Mapping[int, str] | None
-) -> list[tuple[int, str, str]]:
+def name_constants(noun: str, numbers: Collection[int], names: Mapping[int, str] | None) -> list[tuple[int, str, str]]:
     """For each constant ``number`` of a graph: the number, its name in the pack, and its label for messages.
 
     Raises: SourceError for a name of a constant that the graph does not have.
@@ -109,9 +107,7 @@ def _open(tensors: Tensors) -> Source:
                 "graph, or its key as text"
             )
         if str(key) in named:
-            raise SourceError(
-                f"two constants are called {quoted(str(key))}, as a number and as text"
-            )
+            raise SourceError(f"two constants are called {quoted(str(key))}, as a number and as text")
         named[str(key)] = tensor
     return LiveSource(named)
 
@@ -136,8 +132,7 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
         taken,
         dtypes=np.array([dtype for dtype, _, _ in fitted], np.uint8),
         dims=Ragged.of(
-            np.array([dim for _, dims, _ in fitted for dim in dims], np.int64),
-            [len(dims) for _, dims, _ in fitted],
+            np.array([dim for _, dims, _ in fitted for dim in dims], np.int64), [len(dims) for _, dims, _ in fitted]
         ),
     )
     if all(cast is None for _, _, cast in fitted):
@@ -149,9 +144,7 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
     return AdaptedSource(source, described, rows.tolist(), casts)
 
 
-def _fit(
-    constant: GraphConstant, catalog: Catalog, row: int
-) -> tuple[int, tuple[int, ...], int | None]:
+def _fit(constant: GraphConstant, catalog: Catalog, row: int) -> tuple[int, tuple[int, ...], int | None]:
     """The dtype and dims under which the tensor in ``row`` is taken, and the dtype that it is cast to, if it is.
 
     Proves that the tensor matches what the graph says of ``constant``.
@@ -192,9 +185,7 @@ def _rows(catalog: Catalog, wanted: Sequence[GraphConstant]) -> NDArray[np.intp]
         raise SourceError(f"the graph has no constant called {listed(sorted(extra))}")
     for constant, keys in zip(wanted, given, strict=True):
         if len(set(keys)) > 1:
-            raise SourceError(
-                f"{constant.label} was given twice, as {' and as '.join(map(quoted, keys))}"
-            )
+            raise SourceError(f"{constant.label} was given twice, as {' and as '.join(map(quoted, keys))}")
     return np.array([row_of[keys[0]] for keys in given], np.intp)
 
 
@@ -202,16 +193,12 @@ def _check_names(wanted: Sequence[GraphConstant]) -> None:
     taken: dict[str, str] = {}
     for constant in wanted:
         if constant.name in taken:
-            raise SourceError(
-                f"{taken[constant.name]} and {constant.label} would have one name: give each its own"
-            )
+            raise SourceError(f"{taken[constant.name]} and {constant.label} would have one name: give each its own")
         taken[constant.name] = constant.label
         try:
             constant.name.encode()
         except UnicodeEncodeError:
-            raise SourceError(
-                f"{constant.label} would have a name that is not valid UTF-8"
-            ) from None
+            raise SourceError(f"{constant.label} would have a name that is not valid UTF-8") from None
 
 
 def _unfit(constant: GraphConstant, why: str) -> UnsupportedTensorError:

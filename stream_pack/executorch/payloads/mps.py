@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
-from stream_pack.executorch.payloads.constants import (
-    GraphConstant,
-    Tensors,
-    name_constants,
-    write_payload,
-)
+from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants, write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.header_kinds import KINDS
@@ -82,9 +77,7 @@ def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int])
     ``graph`` is not changed; bytes that are still in its values are left out.
     """
     from executorch.backends.apple.mps.serialization.mps_graph_schema import Buffer
-    from executorch.backends.apple.mps.serialization.mps_graph_serialize import (
-        convert_to_flatbuffer,
-    )
+    from executorch.backends.apple.mps.serialization.mps_graph_serialize import convert_to_flatbuffer
 
     placed = copy.copy(graph)
     placed.mps_values = list(graph.mps_values)
@@ -121,9 +114,7 @@ def _constant(graph: MPSGraph, number: int, name: str, label: str) -> GraphConst
     value = graph.mps_values[number]
     dims = tuple(int(dim) for dim in value.dims)
     if value.num_dims != len(dims):
-        raise UnsupportedTensorError(
-            f"{label} has num_dims {value.num_dims}, but {len(dims)} dims", tensor=name
-        )
+        raise UnsupportedTensorError(f"{label} has num_dims {value.num_dims}, but {len(dims)} dims", tensor=name)
     mps = MPS_TYPES.get(int(value.datatype))
     # float64 is refused too: the runtime would read its bytes as float32.
     if mps is None or mps.runtime is not Runtime.READS:

@@ -14,12 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from stream_pack.errors import SourceError
-from stream_pack.executorch.payloads.constants import (
-    GraphConstant,
-    Tensors,
-    name_constants,
-    write_payload,
-)
+from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants, write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.header_kinds import KINDS
@@ -83,9 +78,7 @@ def encode_graph(graph: XNNGraph, offsets: Sequence[int], nbytes: Sequence[int])
     count from the region's first one.  ``graph`` is not changed; the result has no keys.
     """
     from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset
-    from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import (
-        convert_to_flatbuffer,
-    )
+    from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import convert_to_flatbuffer
 
     placed = copy.copy(graph)
     placed.constant_data = graph.constant_data[:1]

@@ -34,9 +34,7 @@ class CastStream:
     Memory: a result of at most ``chunk_nbytes`` at a time (one element at least).
     """
 
-    def __init__(
-        self, source: int, target: int, *, skip: int, nbytes: int, chunk_nbytes: int
-    ) -> None:
+    def __init__(self, source: int, target: int, *, skip: int, nbytes: int, chunk_nbytes: int) -> None:
         self._source, self._target = source, target
         self._from, self._to = BITS[source] // 8, BITS[target] // 8
         self._skip = skip

@@ -20,13 +20,7 @@ from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.pipeline.adapt.select import matches
 from stream_pack.text import quoted
 
-__all__ = [
-    "CastRule",
-    "CastStorages",
-    "cast_catalog",
-    "cast_rules",
-    "count_casts",
-]
+__all__ = ["CastRule", "CastStorages", "cast_catalog", "cast_rules", "count_casts"]
 
 _ALIASES = {
     "float16": ("f16", "fp16", "half"),
@@ -35,9 +29,7 @@ _ALIASES = {
     "float64": ("f64", "fp64", "double"),
 }
 _FLOATS = tuple(BY_NAME[name] for name in _ALIASES)
-_BY_ALIAS = {
-    alias: BY_NAME[name] for name, aliases in _ALIASES.items() for alias in (name, *aliases)
-}
+_BY_ALIAS = {alias: BY_NAME[name] for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
 
 CastRule: TypeAlias = tuple[str, int]
 """(glob over the source's names, number of the dtype that floats among them become)."""
@@ -77,9 +69,7 @@ def cast_rules(dtype: object) -> tuple[CastRule, ...]:
     return (("*", _float_number(dtype)),)
 
 
-def cast_catalog(
-    catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]
-) -> tuple[Catalog, CastStorages]:
+def cast_catalog(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]) -> tuple[Catalog, CastStorages]:
     """The catalog with the dtype of each tensor set by the first rule that matches ``names``, one a tensor.
 
     Tensors of one dtype whose ranges overlap in a storage become ranges of one derived storage, at the places that
@@ -143,9 +133,7 @@ def _float_number(dtype: object) -> int:
     return number
 
 
-def _target_dtypes(
-    catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]
-) -> NDArray[np.uint8]:
+def _target_dtypes(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]) -> NDArray[np.uint8]:
     targets = catalog.dtypes.copy()
     undecided = np.isin(catalog.dtypes, _FLOATS)
     for pattern, dtype in rules:
@@ -158,9 +146,7 @@ def _target_dtypes(
     return targets
 
 
-def _check_lengths(
-    catalog: Catalog, elements: NDArray[np.int64], element_nbytes: NDArray[np.int64]
-) -> None:
+def _check_lengths(catalog: Catalog, elements: NDArray[np.int64], element_nbytes: NDArray[np.int64]) -> None:
     # Divided, not multiplied: the product may wrap.
     for tensor in np.flatnonzero(elements > MAX_NBYTES // element_nbytes)[:1].tolist():
         nbytes = int(elements[tensor]) * int(element_nbytes[tensor])
@@ -172,10 +158,7 @@ def _check_lengths(
 
 
 def _clusters(
-    catalog: Catalog,
-    targets: NDArray[np.uint8],
-    cast: NDArray[np.intp],
-    element_nbytes: NDArray[np.int64],
+    catalog: Catalog, targets: NDArray[np.uint8], cast: NDArray[np.intp], element_nbytes: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], CastStorages]:
     """Runs of overlapping ranges, and for each tensor of ``cast`` the run it is in."""
     storages, starts = catalog.storages[cast], catalog.starts[cast]

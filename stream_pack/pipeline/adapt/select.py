@@ -43,14 +43,10 @@ class Rename:
         mark = text[1:2]
         parts = _split(text[2:], mark)
         if not text.startswith("s") or not _may_delimit(mark) or len(parts) != 3:
-            raise OptionError(
-                f"the renaming {quoted(text)} is not of the form s/REGEX/REPLACEMENT/"
-            )
+            raise OptionError(f"the renaming {quoted(text)} is not of the form s/REGEX/REPLACEMENT/")
         regex, replacement, flags = parts
         if flags not in ("", "g"):
-            raise OptionError(
-                f"the renaming {quoted(text)} ends in {quoted(flags)}: expected 'g' or nothing"
-            )
+            raise OptionError(f"the renaming {quoted(text)} ends in {quoted(flags)}: expected 'g' or nothing")
         try:
             pattern = re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
@@ -134,9 +130,7 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         for rename in renames:
             new = rename(new)
             if not isinstance(new, str):
-                raise OptionError(
-                    f"rename= returned {shown(new)} for {quoted(name)}: expected text"
-                )
+                raise OptionError(f"rename= returned {shown(new)} for {quoted(name)}: expected text")
         if new in given:
             raise SourceError(
                 f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: rename one of them "
@@ -145,9 +139,7 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         try:
             new.encode()
         except UnicodeEncodeError:
-            raise SourceError(
-                f"{quoted(name)} would be named {quoted(new)}, which is not valid UTF-8"
-            ) from None
+            raise SourceError(f"{quoted(name)} would be named {quoted(new)}, which is not valid UTF-8") from None
         given[new] = name
     return list(given)
 
@@ -164,11 +156,7 @@ def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) ->
         storages=catalog.storages[rows],
         starts=catalog.starts[rows],
         source_dtypes=None if catalog.source_dtypes is None else catalog.source_dtypes[rows],
-        notes=tuple(
-            sorted(
-                (new_row[row], key, value) for row, key, value in catalog.notes if row in new_row
-            )
-        ),
+        notes=tuple(sorted((new_row[row], key, value) for row, key, value in catalog.notes if row in new_row)),
     )
 
 

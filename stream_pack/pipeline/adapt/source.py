@@ -58,18 +58,10 @@ class AdaptedSource(Source):
     """
 
     def __init__(
-        self,
-        source: Source,
-        catalog: Catalog,
-        rows: Sequence[int],
-        casts: CastStorages | None = None,
+        self, source: Source, catalog: Catalog, rows: Sequence[int], casts: CastStorages | None = None
     ) -> None:
         refusals = source.traits.refusals
-        kept = (
-            {at: refusals[row] for at, row in enumerate(rows) if row in refusals}
-            if refusals
-            else {}
-        )
+        kept = {at: refusals[row] for at, row in enumerate(rows) if row in refusals} if refusals else {}
         super().__init__(catalog, replace(source.traits, refusals=kept))
         self._source = source
         self._casts = casts
@@ -130,11 +122,7 @@ def _uncast(requests: Requests, casts: CastStorages) -> Requests:
     old, new = _ELEMENT_NBYTES[casts.sources[made]], _ELEMENT_NBYTES[casts.targets[made]]
     first = requests.starts[cast] // new
     last = (requests.starts[cast] + requests.nbytes[cast] + new - 1) // new
-    storages, starts, nbytes = (
-        requests.storages.copy(),
-        requests.starts.copy(),
-        requests.nbytes.copy(),
-    )
+    storages, starts, nbytes = (requests.storages.copy(), requests.starts.copy(), requests.nbytes.copy())
     storages[cast] = casts.storages[made]
     starts[cast] = casts.begins[made] + first * old
     nbytes[cast] = (last - first) * old

@@ -30,9 +30,7 @@ class HeadsInFile:
         fd, base = stream.regular_file
         self.nbytes: int | None = stream.file_nbytes
         delta = base % mmap.ALLOCATIONGRANULARITY
-        mapped = mmap.mmap(
-            fd, delta + stream.file_nbytes, access=mmap.ACCESS_READ, offset=base - delta
-        )
+        mapped = mmap.mmap(fd, delta + stream.file_nbytes, access=mmap.ACCESS_READ, offset=base - delta)
         self._memory = memoryview(mapped)[delta:]
 
     def read(self, begin: int, nbytes: int) -> memoryview:
@@ -89,8 +87,7 @@ class HeadsInPipe:
     def spooled(self, spool: Spool) -> SpoolFile:
         """All of the file on disk; what was passed over is zeros there."""
         spooled = spool.open(
-            why="this ExecuTorch program comes through a pipe, and describes some constants after others",
-            nbytes=None,
+            why="this ExecuTorch program comes through a pipe, and describes some constants after others", nbytes=None
         )
         try:
             for begin, head in self.heads:

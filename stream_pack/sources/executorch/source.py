@@ -25,15 +25,7 @@ from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.scatter import Scatter, read_ranges
-from stream_pack.pipeline.source import (
-    Demand,
-    Piece,
-    Requests,
-    Source,
-    StreamOptions,
-    Traits,
-    Zeros,
-)
+from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits, Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
 from stream_pack.sources.executorch.heads import HeadsInFile, HeadsInPipe, OutOfOrder
@@ -48,9 +40,7 @@ NO_DTYPE = "has a dtype that a pack has no name for"
 TAIL_NBYTES = len(Footer.MAGIC)
 
 
-def open_exported(
-    stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *, spool: Spool | None
-) -> Source:
+def open_exported(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *, spool: Spool | None) -> Source:
     """The constants of the file whose first byte ``stream`` is at.
 
     ``survey_of`` reads it.  A pipe that describes some constants only after others is spooled whole.
@@ -97,9 +87,7 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
     try:
         for payload in survey.payloads:
             if payload.kind == "pack":
-                pack: Source = PackSource(
-                    stream.part(payload.file_offset, payload.nbytes), within=True
-                )
+                pack: Source = PackSource(stream.part(payload.file_offset, payload.nbytes), within=True)
                 metadata = pack.catalog.metadata
                 names = tuple(f"{payload.users[0]}/{name}" for name in pack.catalog.names)
                 pack = AdaptedSource(pack, replace(pack.catalog, names=names), range(len(names)))
@@ -110,10 +98,7 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
         if len(members) == 1:
             return source
         return JoinedSource(
-            members,
-            kind=source.traits.kind,
-            metadata=metadata if len(members) == 2 else {},
-            remarks=(),
+            members, kind=source.traits.kind, metadata=metadata if len(members) == 2 else {}, remarks=()
         )
     except BaseException:
         for member in members:
@@ -125,11 +110,7 @@ class ExportedSource(Source):
     """The constants that a survey found, in its order; the file is one storage."""
 
     def __init__(
-        self,
-        stream: ByteStream,
-        heads: HeadsInFile | HeadsInPipe,
-        survey: Survey,
-        spooled: SpoolFile | None,
+        self, stream: ByteStream, heads: HeadsInFile | HeadsInPipe, survey: Survey, spooled: SpoolFile | None
     ) -> None:
         self._stream = stream
         self._heads = heads.heads if isinstance(heads, HeadsInPipe) else []
@@ -145,9 +126,7 @@ class ExportedSource(Source):
 
     def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
         demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
-        return (
-            demand if self._spooled is None else replace(demand, spool_nbytes=self._spooled.nbytes)
-        )
+        return demand if self._spooled is None else replace(demand, spool_nbytes=self._spooled.nbytes)
 
     @property
     def verification(self) -> str:
@@ -159,9 +138,7 @@ class ExportedSource(Source):
         if self._stream.regular_file is None:
             yield from self._pass_by(requests, options.chunk_nbytes)
             return
-        yield from read_ranges(
-            self._stream, requests, begin=0, chunk_nbytes=options.chunk_nbytes, what=DATA
-        )
+        yield from read_ranges(self._stream, requests, begin=0, chunk_nbytes=options.chunk_nbytes, what=DATA)
 
     def close(self) -> None:
         self._stream.close()
@@ -170,9 +147,7 @@ class ExportedSource(Source):
 
     def _pass_by(self, requests: Requests, chunk_nbytes: int) -> Iterator[Piece]:
         scatter = Scatter(requests)
-        watch = FooterWatch(
-            payload.file_offset + payload.nbytes for payload in self._survey.payloads
-        )
+        watch = FooterWatch(payload.file_offset + payload.nbytes for payload in self._survey.payloads)
         position = 0
         for begin, head in self._heads:
             watch.advance(begin, head)
@@ -222,9 +197,7 @@ def _remarks(survey: Survey, spooled: SpoolFile | None) -> Iterator[str]:
 def _catalog(constants: Constants) -> Catalog:
     builder = CatalogBuilder()
     invalid = constants.invalid
-    columns = zip(
-        constants.dtypes.tolist(), constants.file_offsets.tolist(), constants.nbytes.tolist()
-    )
+    columns = zip(constants.dtypes.tolist(), constants.file_offsets.tolist(), constants.nbytes.tolist())
     for row, (dtype, begin, nbytes) in enumerate(columns):
         usable = dtype != UNKNOWN and row not in invalid
         builder.add(

@@ -192,14 +192,11 @@ class _Reader:
             return GgufTensor(name, plain, shape, BITS[plain] // 8 * prod(shape), begin, {})
         if kind not in _QUANTISED:
             raise UnsupportedTensorError(
-                f"tensor {quoted(name)} has the GGUF type {kind}, which this version does not know",
-                tensor=name,
+                f"tensor {quoted(name)} has the GGUF type {kind}, which this version does not know", tensor=name
             )
         label, block, block_nbytes = _QUANTISED[kind]
         if not shape or shape[-1] % block:
-            raise _damaged(
-                f"tensor {quoted(name)} of shape {list(shape)} has no whole blocks of {label}"
-            )
+            raise _damaged(f"tensor {quoted(name)} of shape {list(shape)} has no whole blocks of {label}")
         rows = (*shape[:-1], shape[-1] // block * block_nbytes)
         notes = {"gguf.type": label, "gguf.shape": json.dumps(shape)}
         return GgufTensor(name, BY_NAME["uint8"], rows, prod(rows), begin, notes)
@@ -258,9 +255,7 @@ class _Reader:
 
     def _token(self) -> str:
         nbytes = self._u64()
-        return bytes(self._string(nbytes, MAX_STRING_NBYTES, "a text")).decode(
-            "utf-8", "surrogateescape"
-        )
+        return bytes(self._string(nbytes, MAX_STRING_NBYTES, "a text")).decode("utf-8", "surrogateescape")
 
     def _text(self, limit: int, what: str) -> str:
         nbytes = self._u64()
@@ -288,9 +283,7 @@ class _Reader:
 
 def _alignment(value: object) -> int:
     if type(value) is not int or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
-        raise _damaged(
-            f"its {ALIGNMENT_KEY} is {shown(value)}, expected a power of two up to {MAX_ALIGNMENT}"
-        )
+        raise _damaged(f"its {ALIGNMENT_KEY} is {shown(value)}, expected a power of two up to {MAX_ALIGNMENT}")
     return value
 
 
@@ -315,6 +308,4 @@ def _check_offsets(tensors: list[GgufTensor], alignment: int) -> int:
 
 
 def _damaged(why: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(
-        f"the GGUF header is damaged, hostile, or beyond what is read here: {why}"
-    )
+    return UnsupportedCheckpointError(f"the GGUF header is damaged, hostile, or beyond what is read here: {why}")

@@ -30,14 +30,7 @@ class GgufSource(DataSectionSource):
         self._header = header = read_gguf_header(stream, watch)
         builder = CatalogBuilder()
         for tensor in header.tensors:
-            builder.add(
-                tensor.name,
-                tensor.dtype,
-                tensor.shape,
-                storage=0,
-                start=tensor.begin,
-                notes=tensor.notes,
-            )
+            builder.add(tensor.name, tensor.dtype, tensor.shape, storage=0, start=tensor.begin, notes=tensor.notes)
         super().__init__(
             stream,
             builder.build(storages_nbytes=header.data_nbytes, metadata=header.metadata),
@@ -54,11 +47,7 @@ class GgufSource(DataSectionSource):
 
     def _check_end(self, nbytes: int) -> None:
         """``nbytes``: of the whole source, as far as it was seen."""
-        expected = (
-            self._header.data_begin + self._header.data_nbytes
-            if self._header.data_nbytes
-            else self._header.end
-        )
+        expected = self._header.data_begin + self._header.data_nbytes if self._header.data_nbytes else self._header.end
         if nbytes < expected:
             raise TruncatedSourceError(
                 f"the source has {nbytes} bytes; its GGUF header announces {expected}: {expected - nbytes} are missing",

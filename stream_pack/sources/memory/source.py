@@ -64,9 +64,7 @@ class LiveSource(Source):
     def close(self) -> None:
         self._tensors = {}
 
-    def _build(
-        self, named: list[tuple[str, LiveTensor]], metadata: Mapping[str, str] | None
-    ) -> Catalog:
+    def _build(self, named: list[tuple[str, LiveTensor]], metadata: Mapping[str, str] | None) -> Catalog:
         builder = CatalogBuilder()
         allocations, storages_nbytes = _merge_allocations(tensor for _, tensor in named)
         # Numbered as they are met: addresses differ from run to run, a catalog must not.
@@ -138,9 +136,7 @@ def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[st
 
 def _describe(name: object, value: object) -> LiveTensor:
     if not isinstance(name, str):
-        raise SourceError(
-            f"the key {quoted(repr(name))} is a {type(name).__qualname__}: names of tensors are text"
-        )
+        raise SourceError(f"the key {quoted(repr(name))} is a {type(name).__qualname__}: names of tensors are text")
     if isinstance(value, np.ndarray):
         return describe_array(name, value)
     torch = sys.modules.get("torch")

@@ -43,9 +43,7 @@ class LiveTensor(abc.ABC):
         """
 
 
-def cut(
-    pieces: Iterable[memoryview], begin: int, end: int, *, chunk_nbytes: int
-) -> Iterator[memoryview]:
+def cut(pieces: Iterable[memoryview], begin: int, end: int, *, chunk_nbytes: int) -> Iterator[memoryview]:
     """Bytes ``[begin, end)`` of the concatenated pieces, in chunks of at most ``chunk_nbytes``."""
     position = 0
     for piece in pieces:
@@ -57,9 +55,7 @@ def cut(
             return
 
 
-def byte_span(
-    address: int, shape: Sequence[int], byte_strides: Sequence[int], itemsize: int
-) -> tuple[int, int]:
+def byte_span(address: int, shape: Sequence[int], byte_strides: Sequence[int], itemsize: int) -> tuple[int, int]:
     """The half-open address range that a strided tensor touches; ``address`` is that of its first element."""
     if 0 in shape:
         return address, address

@@ -105,9 +105,7 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
         return f"is a {kind}, a tensor subclass whose outer shape and dtype need not be those of its bytes"
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    ):
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "is a wrapper that a function transform made (functionalize, vmap, grad): it has no bytes"
     if tensor.is_nested:
         return "is nested: save its values and offsets as tensors of their own"
@@ -129,12 +127,7 @@ class _Address:
 
     def __init__(self, tensor: torch.Tensor, address: int, nbytes: int) -> None:
         self._tensor = tensor
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, True),
-        }
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, True)}
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:

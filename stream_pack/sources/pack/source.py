@@ -12,12 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import (
-    FormatError,
-    RawPayloadError,
-    TruncatedSourceError,
-    UnsupportedTensorError,
-)
+from stream_pack.errors import FormatError, RawPayloadError, TruncatedSourceError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.checksum import BlockHasher
 from stream_pack.format.dtypes import BY_NAME
@@ -93,14 +88,10 @@ class PackSource(Source):
         checksums = self._read_tail()
         proved = np.zeros(len(checksums), bool)
         runs = block_runs(requests, self._head.index, together=not options.in_order)
-        scatter = Scatter(
-            Requests(runs.of, requests.starts - runs.begins[runs.of], requests.nbytes)
-        )
+        scatter = Scatter(Requests(runs.of, requests.starts - runs.begins[runs.of], requests.nbytes))
         rows = zip(runs.buffers.tolist(), runs.begins.tolist(), runs.ends.tolist(), strict=True)
         for run, (buffer, begin, end) in enumerate(rows):
-            for chunk in self._proved(
-                buffer, begin, end, checksums, proved, chunk_nbytes=options.chunk_nbytes
-            ):
+            for chunk in self._proved(buffer, begin, end, checksums, proved, chunk_nbytes=options.chunk_nbytes):
                 yield from scatter.pieces(run, chunk)
         scatter.finish()
 
@@ -126,9 +117,7 @@ class PackSource(Source):
         position = begin if low > first else first * block_nbytes
         stop = end if high == last else min((last + 1) * block_nbytes, buffer_nbytes)
         hash_begin, hash_end = low * block_nbytes, min(high * block_nbytes, buffer_nbytes)
-        self._stream.seek(
-            self._head.region_file_offset + int(index.buffer_offsets[buffer]) + position
-        )
+        self._stream.seek(self._head.region_file_offset + int(index.buffer_offsets[buffer]) + position)
         hasher = BlockHasher(block_nbytes)
         block = base + low
         for chunk in self._chunks(stop - position, chunk_nbytes):
@@ -183,9 +172,7 @@ class PackSource(Source):
         prove_checksums(head, table, footer)
         return np.frombuffer(table, "<u8")
 
-    def _check(
-        self, checksums: NDArray[np.uint64], block: int, computed: list[int] | array[int]
-    ) -> int:
+    def _check(self, checksums: NDArray[np.uint64], block: int, computed: list[int] | array[int]) -> int:
         """Compare the blocks from number ``block`` on; returns the number of the next one."""
         end = block + len(computed)
         different = np.flatnonzero(checksums[block:end] != np.array(computed, np.uint64))
@@ -224,9 +211,7 @@ def _catalog(index: Index) -> Catalog:
     names = tuple(index.name(tensor) for tensor in range(len(index)))
     if len(set(names)) < len(names):
         raise FormatError("two tensors of the pack have the same name; the pack is damaged")
-    numbers = np.array(
-        [_dtype_number(index, number) for number in range(len(index.dtype_names))], np.uint8
-    )
+    numbers = np.array([_dtype_number(index, number) for number in range(len(index.dtype_names))], np.uint8)
     held = index.tensor_buffers != NO_BUFFER
     noted = sorted(set(index.note_tensors.tolist()) - {PACK_NOTE})
     return Catalog(
@@ -238,9 +223,7 @@ def _catalog(index: Index) -> Catalog:
         starts=index.tensor_starts,
         storages_nbytes=int(index.buffer_nbytes.sum()),
         metadata=index.notes(PACK_NOTE),
-        notes=tuple(
-            (tensor, key, value) for tensor in noted for key, value in index.notes(tensor).items()
-        ),
+        notes=tuple((tensor, key, value) for tensor in noted for key, value in index.notes(tensor).items()),
     )
 
 

@@ -18,16 +18,7 @@ from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Chunk, Zeros
 from stream_pack.text import quoted
 
-__all__ = [
-    "MIN_PART_CHUNK_NBYTES",
-    "Box",
-    "Part",
-    "Rows",
-    "assembled",
-    "part_chunk_nbytes",
-    "tiled",
-    "trimmed",
-]
+__all__ = ["MIN_PART_CHUNK_NBYTES", "Box", "Part", "Rows", "assembled", "part_chunk_nbytes", "tiled", "trimmed"]
 
 MIN_PART_CHUNK_NBYTES = 64 << 10
 MAX_RUNS = 1_000_000
@@ -71,10 +62,7 @@ class Part:
 
         Raises: as :meth:`take`.
         """
-        pieces = [
-            bytes(piece.nbytes) if isinstance(piece, Zeros) else piece
-            for piece in self.take(nbytes)
-        ]
+        pieces = [bytes(piece.nbytes) if isinstance(piece, Zeros) else piece for piece in self.take(nbytes)]
         return memoryview(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
 
@@ -184,9 +172,7 @@ class _Tiling:
                 self._count((end - begin) * sum(len(rows.runs) for rows in repeated))
                 plan.extend(repeated * (end - begin))
         if position != self._shape[dim]:
-            raise _no_tiling(
-                self._name, f"none holds the elements from {position} on along dim {dim}"
-            )
+            raise _no_tiling(self._name, f"none holds the elements from {position} on along dim {dim}")
         return _merged(plan)
 
     def _count(self, runs: int) -> None:
@@ -234,9 +220,7 @@ def _merged(plan: list[Rows]) -> list[Rows]:
 
 
 def _no_tiling(name: str, why: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(
-        f"the parts of tensor {quoted(name)} do not make it up, each element once: {why}"
-    )
+    return UnsupportedCheckpointError(f"the parts of tensor {quoted(name)} do not make it up, each element once: {why}")
 
 
 def _split(chunk: Chunk, nbytes: int) -> tuple[Chunk, Chunk]:

@@ -14,11 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import (
-    StreamPackError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.text import quoted, shown
@@ -73,9 +69,7 @@ def regular_file(path: Path) -> Path:
     Raises: UnsupportedCheckpointError for anything but a regular file; OSError.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise UnsupportedCheckpointError(
-            f"{quoted(str(path))} belongs to a set of files, and is not a regular file"
-        )
+        raise UnsupportedCheckpointError(f"{quoted(str(path))} belongs to a set of files, and is not a regular file")
     return path
 
 
@@ -128,12 +122,7 @@ class JoinedSource(Source):
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        *,
-        kind: str,
-        metadata: Mapping[str, str],
-        remarks: Sequence[str],
+        self, members: Sequence[Member], *, kind: str, metadata: Mapping[str, str], remarks: Sequence[str]
     ) -> None:
         self._members = members
         widths = [_storages(member.source.catalog) for member in members]
@@ -212,8 +201,7 @@ class JoinedSource(Source):
             for derived, (of, begin, end) in catalog.derived.items():
                 builder.derive(base + derived, of=base + of, begin=begin, end=end)
         return builder.build(
-            storages_nbytes=sum(m.source.catalog.storages_nbytes for m in self._members),
-            metadata=metadata,
+            storages_nbytes=sum(m.source.catalog.storages_nbytes for m in self._members), metadata=metadata
         )
 
     def _owners(self, requests: Requests) -> NDArray[np.intp]:

@@ -12,19 +12,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from stream_pack.errors import (
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
-from stream_pack.sources.sets.assembly import (
-    MIN_PART_CHUNK_NBYTES,
-    Part,
-    assembled,
-    part_chunk_nbytes,
-    trimmed,
-)
+from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, Part, assembled, part_chunk_nbytes, trimmed
 from stream_pack.sources.sets.composite import together
 from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, plan_chunks, read_chunk
 from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, read_metadata
@@ -62,9 +54,7 @@ class DcpSource(Source):
                 f"shards that {METADATA} does not name were left out, {len(unnamed)} in all, perhaps of another save: "
                 f"{listed(sorted(unnamed))}"
             )
-        self._tensors = [
-            found.tensors[int(stand_in.storage.key)] for stand_in in chosen.tensors.values()
-        ]
+        self._tensors = [found.tensors[int(stand_in.storage.key)] for stand_in in chosen.tensors.values()]
         self._verified: Counter[str] = Counter()
         check_files(folder, self._tensors)
         builder = CatalogBuilder()
@@ -77,9 +67,7 @@ class DcpSource(Source):
             nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
         most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
         traits = Traits(
-            "torch.distributed checkpoint",
-            held_nbytes=MIN_PART_CHUNK_NBYTES * most,
-            remarks=tuple(remarks),
+            "torch.distributed checkpoint", held_nbytes=MIN_PART_CHUNK_NBYTES * most, remarks=tuple(remarks)
         )
         super().__init__(builder.build(storages_nbytes=nbytes), traits)
 
@@ -98,18 +86,13 @@ class DcpSource(Source):
     def _whole(self, storage: int, options: StreamOptions) -> Iterator[Chunk]:
         tensor = self._tensors[storage]
         part_options = replace(
-            options,
-            chunk_nbytes=part_chunk_nbytes(len(tensor.boxes), options.chunk_nbytes),
-            jobs=1,
-            in_order=False,
+            options, chunk_nbytes=part_chunk_nbytes(len(tensor.boxes), options.chunk_nbytes), jobs=1, in_order=False
         )
         streams = [
             self._counted(read_chunk(self._folder, tensor, box, place, part_options))
             for box, place in zip(tensor.boxes, tensor.places)
         ]
-        parts = [
-            Part(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams
-        ]
+        parts = [Part(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams]
         try:
             yield from assembled(plan_chunks(tensor), parts, chunk_nbytes=options.chunk_nbytes)
             for stream in streams:

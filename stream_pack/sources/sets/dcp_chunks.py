@@ -12,12 +12,7 @@ import os
 from collections.abc import Collection, Generator
 from pathlib import Path
 
-from stream_pack.errors import (
-    SourceError,
-    StreamPackError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import SourceError, StreamPackError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.file_kinds import describe_start
@@ -42,9 +37,7 @@ def check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
     end: dict[str, int] = {}
     for tensor in tensors:
         for box, place in zip(tensor.boxes, tensor.places):
-            nbytes = tensor_nbytes(
-                tensor.name, tensor.dtype, logical_shape(tensor.dtype, box.sizes)
-            )
+            nbytes = tensor_nbytes(tensor.name, tensor.dtype, logical_shape(tensor.dtype, box.sizes))
             if nbytes > place.nbytes:
                 raise UnsupportedCheckpointError(
                     f"the chunk of tensor {quoted(tensor.name)} at {list(box.offsets)} has {nbytes} bytes, and "

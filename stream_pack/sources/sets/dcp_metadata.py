@@ -20,13 +20,7 @@ from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.sources.sets.assembly import Box
 from stream_pack.sources.sets.composite import regular_file
 from stream_pack.sources.torch_save.globals import TABLE
-from stream_pack.sources.torch_save.unpickler import (
-    STEP_NBYTES,
-    OddKey,
-    Opaque,
-    Unpickler,
-    malformed,
-)
+from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, OddKey, Opaque, Unpickler, malformed
 from stream_pack.text import quoted
 
 __all__ = ["METADATA", "Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
@@ -81,10 +75,7 @@ def read_metadata(path: Path, *, watch: MemoryWatch) -> ShardedTensors:
     """
     with open(regular_file(path), "rb") as file:
         unpickler = Unpickler(
-            lambda: file.read(STEP_NBYTES),
-            find_global=_find_global,
-            find_persistent=_no_storage,
-            watch=watch,
+            lambda: file.read(STEP_NBYTES), find_global=_find_global, find_persistent=_no_storage, watch=watch
         )
         value = unpickler.load()
         if unpickler.rest or file.read(1):
@@ -134,8 +125,7 @@ def _tensor(
     number = BY_TORCH.get(dtype_name)
     if number is None:
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has the dtype {quoted(dtype_name)}, which a pack cannot hold",
-            tensor=name,
+            f"tensor {quoted(name)} has the dtype {quoted(dtype_name)}, which a pack cannot hold", tensor=name
         )
     shape = _lengths(fields.get("size"), f"the size of tensor {quoted(name)}")
     chunks = fields.get("chunks")
@@ -145,16 +135,12 @@ def _tensor(
     for chunk in chunks:
         box_fields = _state(chunk, "ChunkStorageMetadata")
         what = f"a chunk of tensor {quoted(name)}"
-        box = Box(
-            _lengths(box_fields.get("offsets"), what), _lengths(box_fields.get("sizes"), what)
-        )
+        box = Box(_lengths(box_fields.get("offsets"), what), _lengths(box_fields.get("sizes"), what))
         if 0 in box.sizes:
             continue
         place = places.get((name, box.offsets))
         if place is None:
-            raise _unknown(
-                f"no place is given for the chunk of tensor {quoted(name)} at {list(box.offsets)}"
-            )
+            raise _unknown(f"no place is given for the chunk of tensor {quoted(name)} at {list(box.offsets)}")
         boxes.append(box)
         found.append(place)
     return ShardedTensor(name, path, number, shape, tuple(boxes), tuple(found))
@@ -191,11 +177,7 @@ def _path(name: str, paths: Mapping[object, object]) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
-    return (
-        type(value) is Opaque
-        and value.name.startswith("torch.distributed.")
-        and value.name.endswith("." + kind)
-    )
+    return type(value) is Opaque and value.name.startswith("torch.distributed.") and value.name.endswith("." + kind)
 
 
 def _state(value: object, kind: str) -> dict[object, object]:

@@ -14,14 +14,7 @@ from pathlib import Path
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.sets.composite import (
-    JoinedSource,
-    Member,
-    OpenFile,
-    member_path,
-    open_members,
-    regular_file,
-)
+from stream_pack.sources.sets.composite import JoinedSource, Member, OpenFile, member_path, open_members, regular_file
 from stream_pack.text import listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
@@ -88,9 +81,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
             f"tensors that {quoted(index)} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
         )
     if disputed:
-        remarks.append(
-            f"the files disagree about the metadata {listed(sorted(disputed))}: left out"
-        )
+        remarks.append(f"the files disagree about the metadata {listed(sorted(disputed))}: left out")
     return JoinedSource(
         members,
         kind=f"Hugging Face set of {len(files)} files",

@@ -79,9 +79,7 @@ class LlamaSource(Source):
             members = [Member(name, shard, ()) for name, shard in zip(names, self._shards)]
             traits = Traits(
                 f"Llama set of {len(names)} shards",
-                held_nbytes=sum(
-                    MIN_PART_CHUNK_NBYTES + shard.traits.held_nbytes for shard in self._shards
-                ),
+                held_nbytes=sum(MIN_PART_CHUNK_NBYTES + shard.traits.held_nbytes for shard in self._shards),
                 remarks=tuple(member_remarks(members)),
             )
             super().__init__(self._build(params), traits)
@@ -123,9 +121,7 @@ class LlamaSource(Source):
         nbytes = int(self._shards[0].catalog.nbytes[tensor.rows[0]])
         return self._equal_chunks(tensor.name, nbytes, parts, chunk_nbytes)
 
-    def _equal_chunks(
-        self, name: str, nbytes: int, parts: Sequence[Part], chunk_nbytes: int
-    ) -> Iterator[Chunk]:
+    def _equal_chunks(self, name: str, nbytes: int, parts: Sequence[Part], chunk_nbytes: int) -> Iterator[Chunk]:
         for begin in range(0, nbytes, chunk_nbytes):
             step = min(chunk_nbytes, nbytes - begin)
             first = parts[0].read(step)
@@ -146,9 +142,7 @@ class LlamaSource(Source):
         rows = np.array([tensor.rows[number] for tensor in wanted], np.int64)
         rows = rows[shard.catalog.nbytes[rows] > 0]
         requests = Requests(
-            storages=shard.catalog.storages[rows],
-            starts=shard.catalog.starts[rows],
-            nbytes=shard.catalog.nbytes[rows],
+            storages=shard.catalog.storages[rows], starts=shard.catalog.starts[rows], nbytes=shard.catalog.nbytes[rows]
         )
         pieces = shard.stream(requests, options)
         try:
@@ -182,12 +176,7 @@ class LlamaSource(Source):
             dim = merged_along(name, shapes, params)
             shape = _whole_shape(name, shapes, dim)
             params.check(name, shape)
-            same = (
-                dim,
-                dtype,
-                shape,
-                *((int(c.storages[r]), int(c.starts[r])) for c, r in zip(catalogs, places)),
-            )
+            same = (dim, dtype, shape, *((int(c.storages[r]), int(c.starts[r])) for c, r in zip(catalogs, places)))
             storage = known.setdefault(same, len(known))
             if storage not in self._tensors and 0 not in shape:
                 plan = None if dim is None else _plan(name, shape, shapes, dim, BITS[dtype])
@@ -217,9 +206,7 @@ def _common_dtype(name: str, catalogs: Sequence[Catalog], rows: Sequence[int]) -
     dtypes = {int(catalog.dtypes[row]) for catalog, row in zip(catalogs, rows)}
     if len(dtypes) > 1:
         found = ", ".join(sorted(DTYPES[dtype].name for dtype in dtypes))
-        raise UnsupportedCheckpointError(
-            f"tensor {quoted(name)} has different dtypes in the shards: {found}"
-        )
+        raise UnsupportedCheckpointError(f"tensor {quoted(name)} has different dtypes in the shards: {found}")
     return dtypes.pop()
 
 
@@ -250,9 +237,7 @@ def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int | None) 
     return (*shapes[0][:dim], whole, *shapes[0][dim + 1 :])
 
 
-def _plan(
-    name: str, shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], dim: int, bits: int
-) -> list[Rows]:
+def _plan(name: str, shape: tuple[int, ...], shapes: Sequence[tuple[int, ...]], dim: int, bits: int) -> list[Rows]:
     boxes, shards = [], []
     begin = 0
     for shard, part in enumerate(shapes):
@@ -271,7 +256,5 @@ def _shard_names(names: Iterable[str]) -> list[str]:
     expected = [f"consolidated.{number:02}.pth" for number in range(len(shards))]
     missing = sorted(set(expected) - set(shards))
     if missing:
-        raise UnsupportedCheckpointError(
-            f"of the Llama shards {listed(shards)}, {listed(missing)} is missing"
-        )
+        raise UnsupportedCheckpointError(f"of the Llama shards {listed(shards)}, {listed(missing)} is missing")
     return shards

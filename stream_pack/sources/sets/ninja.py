@@ -69,21 +69,16 @@ def _samples(folder: Path) -> Iterator[NDArray[np.generic]]:
     data = _array(folder)
     starts, ends, numbers = (_numbers(folder / column) for column in _COLUMNS)
     if data.ndim != 1 or not len(starts) == len(ends) == len(numbers):
-        raise _contradiction(
-            folder, "its data is not one-dimensional, or its columns differ in length"
-        )
+        raise _contradiction(folder, "its data is not one-dimensional, or its columns differ in length")
     if np.any((starts < 0) | (ends < starts) | (ends > len(data)) | (numbers != ends - starts)):
-        raise _contradiction(
-            folder, "a sample is outside its data, or has another length than stated"
-        )
+        raise _contradiction(folder, "a sample is outside its data, or has another length than stated")
     shapes = _shapes(folder, len(starts))
     for number, (start, end, shape) in enumerate(zip(starts.tolist(), ends.tolist(), shapes)):
         if shape == (0,) and end - start == 1:  # how mmap_ninja writes a single number
             shape = ()
         if prod(shape) != end - start or len(shape) > MAX_RANK or any(dim < 0 for dim in shape):
             raise _contradiction(
-                folder,
-                f"sample {number} of {end - start} elements has the shape {list(shape)[:MAX_RANK]}",
+                folder, f"sample {number} of {end - start} elements has the shape {list(shape)[:MAX_RANK]}"
             )
         yield data[start:end].reshape(shape)
 
@@ -111,9 +106,7 @@ def _shapes(folder: Path, samples: int) -> Iterator[tuple[int, ...]]:
 def _numbers(folder: Path) -> NDArray[np.int64]:
     array = _array(folder)
     if array.dtype != np.int64 or array.ndim != 1:
-        raise _contradiction(
-            folder, f"expected a list of int64, found {array.dtype} of rank {array.ndim}"
-        )
+        raise _contradiction(folder, f"expected a list of int64, found {array.dtype} of rank {array.ndim}")
     return array.view(np.int64)
 
 
@@ -122,9 +115,7 @@ def _array(folder: Path) -> NDArray[np.generic]:
     name, order = _text(folder, "dtype.ninja"), _text(folder, "order.ninja")
     number = BY_NAME.get(name)
     if number is None or DTYPES[number].numpy is None:
-        raise _contradiction(
-            folder, f"its dtype is {quoted(name)}, which NumPy and a pack do not both have"
-        )
+        raise _contradiction(folder, f"its dtype is {quoted(name)}, which NumPy and a pack do not both have")
     if order not in ("C", "F"):
         raise _contradiction(folder, f"its order is {quoted(order)}, expected C or F")
     packed = _bytes(folder, "shape.ninja", 8 * MAX_RANK)
@@ -166,6 +157,4 @@ def _bytes(folder: Path, file: str, limit: int) -> bytes:
 
 
 def _contradiction(folder: Path, why: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(
-        f"the mmap-ninja folder {quoted(str(folder))} is incomplete or damaged: {why}"
-    )
+    return UnsupportedCheckpointError(f"the mmap-ninja folder {quoted(str(folder))} is incomplete or damaged: {why}")

@@ -29,9 +29,7 @@ _LOOKED_FOR = (
 )
 
 
-def open_folder(
-    folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: MemoryWatch
-) -> Source:
+def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: MemoryWatch) -> Source:
     """The set of files that ``folder`` holds, as one source.
 
     ``open_file`` opens its files; ``flatten`` finds the tensors among what a training loop has saved; ``watch``
@@ -42,10 +40,7 @@ def open_folder(
     names = sorted(os.listdir(folder))
     weights = [name for name in names if name.endswith(_WEIGHTS)]
     found: list[tuple[str, Callable[[], Source]]] = [
-        (
-            f"the index {quoted(name)}",
-            partial(open_hugging_face, folder / name, open_file=open_file, watch=watch),
-        )
+        (f"the index {quoted(name)}", partial(open_hugging_face, folder / name, open_file=open_file, watch=watch))
         for name in filter(is_index_name, names)
     ]
     if any(map(is_shard_name, names)):
@@ -71,9 +66,7 @@ def open_folder(
     return open_set()
 
 
-def _open_distributed(
-    folder: Path, names: Collection[str], *, flatten: Flatten, watch: MemoryWatch
-) -> Source:
+def _open_distributed(folder: Path, names: Collection[str], *, flatten: Flatten, watch: MemoryWatch) -> Source:
     if METADATA not in names:
         raise UnsupportedCheckpointError(
             f"the folder {quoted(str(folder))} holds the shards of a torch.distributed checkpoint, but no "

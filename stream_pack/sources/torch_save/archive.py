@@ -13,12 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from zlib import crc32
 
-from stream_pack.errors import (
-    SourceChecksumError,
-    SourceError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import SourceChecksumError, SourceError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.torch_save.container import Data, End, Event
@@ -139,8 +134,7 @@ class TorchArchive:
             else:
                 if self._next.deflated:
                     raise SourceError(
-                        f"record {quoted(self._next.name)} is compressed, but the archive's directory says it "
-                        "is not"
+                        f"record {quoted(self._next.name)} is compressed, but the archive's directory says it is not"
                     )
                 payload = self._stream.position
                 self._stream.skip(storage.nbytes, what=str(storage))
@@ -156,9 +150,7 @@ class TorchArchive:
             yield Data(chunk, storage)
         yield End(self._name_of(storage), record.crc, record.payload, storage)
 
-    def read_range(
-        self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
-    ) -> Iterator[Event]:
+    def read_range(self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int) -> Iterator[Event]:
         """A part of a storage that has been read before, after :meth:`locate`."""
         self._stream.seek(self._records[self._name_of(storage)].payload + begin)
         what = str(storage)
@@ -202,10 +194,7 @@ class TorchArchive:
             return last
 
         unpickler = Unpickler(
-            read_some,
-            find_global=objects.find_global,
-            find_persistent=objects.find_persistent,
-            watch=self._watch,
+            read_some, find_global=objects.find_global, find_persistent=objects.find_persistent, watch=self._watch
         )
         value = unpickler.load()
         rest = unpickler.rest
@@ -326,12 +315,7 @@ class TorchArchive:
     def _finish(self, header: LocalHeader, payload: int, nbytes: int, packed_nbytes: int) -> int:
         crc = read_descriptor(self._stream, header, nbytes, packed_nbytes)
         self._records[header.name] = _Record(
-            header.position,
-            payload,
-            nbytes,
-            packed_nbytes,
-            crc,
-            DEFLATED if header.deflated else STORED,
+            header.position, payload, nbytes, packed_nbytes, crc, DEFLATED if header.deflated else STORED
         )
         return crc
 
@@ -342,22 +326,16 @@ class TorchArchive:
     def _inflated(self, header: LocalHeader) -> Inflated:
         return Inflated(self._stream, what=f"record {quoted(header.name)}")
 
-    def _inflated_chunks(
-        self, header: LocalHeader, nbytes: int | None, chunk_nbytes: int
-    ) -> Iterator[bytes]:
+    def _inflated_chunks(self, header: LocalHeader, nbytes: int | None, chunk_nbytes: int) -> Iterator[bytes]:
         inflated = self._inflated(header)
         yield from inflated.chunks(nbytes, chunk_nbytes=chunk_nbytes)
         self._packed_nbytes = inflated.packed_nbytes
 
-    def _other_payload(
-        self, header: LocalHeader, chunk_nbytes: int
-    ) -> Iterator[memoryview | bytes]:
+    def _other_payload(self, header: LocalHeader, chunk_nbytes: int) -> Iterator[memoryview | bytes]:
         kind = header.name.removeprefix(self._prefix)
         if header.deflated:
             plain = None if header.streamed else header.nbytes
-            payload: Iterator[memoryview | bytes] = self._inflated_chunks(
-                header, plain, chunk_nbytes
-            )
+            payload: Iterator[memoryview | bytes] = self._inflated_chunks(header, plain, chunk_nbytes)
         elif kind == PICKLE:  # passed again, after it was read by the directory
             payload = self._chunks(header, self._pickle_nbytes, chunk_nbytes)
         elif header.streamed:
@@ -378,9 +356,7 @@ class TorchArchive:
 
     def _see_byteorder(self, data: bytes) -> None:
         if data not in (b"little", b"big"):
-            raise UnsupportedCheckpointError(
-                f"the checkpoint's byte order is {quoted(data)}: expected little or big"
-            )
+            raise UnsupportedCheckpointError(f"the checkpoint's byte order is {quoted(data)}: expected little or big")
         if self._storages_seen and data != self._byteorder:
             raise UnsupportedCheckpointError(
                 f"the checkpoint's byte order, {quoted(data)}, is stated after its tensors: save it again with torch"
@@ -408,26 +384,16 @@ class TorchArchive:
             count += 1
             record = self._records.get(entry.name)
             if record is None:
-                raise SourceError(
-                    f"the archive's directory lists record {quoted(entry.name)}, which is not there"
-                )
+                raise SourceError(f"the archive's directory lists record {quoted(entry.name)}, which is not there")
             told = (entry.position, entry.nbytes, entry.packed_nbytes, entry.crc, entry.method)
-            seen = (
-                record.position,
-                record.nbytes,
-                record.packed_nbytes,
-                record.crc,
-                record.method,
-            )
+            seen = (record.position, record.nbytes, record.packed_nbytes, record.crc, record.method)
             if told != seen:
                 raise SourceError(
                     f"record {quoted(entry.name)} has position, lengths, CRC-32 and method {seen}; "
                     f"the archive's directory says {told}"
                 )
         if count != len(self._records):
-            raise SourceError(
-                f"the archive's directory lists {count} records, and {len(self._records)} have passed"
-            )
+            raise SourceError(f"the archive's directory lists {count} records, and {len(self._records)} have passed")
 
     def _name_of(self, storage: Storage) -> str:
         return f"{self._prefix}{STORAGES}{storage.key}"

@@ -69,7 +69,5 @@ class Container(Protocol):
     def read_storage(self, storage: Storage, chunk_nbytes: int) -> Iterator[Event]:
         """One storage from its first byte to its end."""
 
-    def read_range(
-        self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
-    ) -> Iterator[Event]:
+    def read_range(self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int) -> Iterator[Event]:
         """A part of a storage that has been read before."""

@@ -28,11 +28,7 @@ DTENSOR_NAMES = tuple(
         "_mesh_layout._FlatLayout",
         *(
             f"{module}.{name}"
-            for module in (
-                "tensor._dtensor_spec",
-                "_tensor._dtensor_spec",
-                "_tensor.placement_types",
-            )
+            for module in ("tensor._dtensor_spec", "_tensor._dtensor_spec", "_tensor.placement_types")
             for name in (_SPEC, "TensorMeta", "ShardOrderEntry")
         ),
         *(

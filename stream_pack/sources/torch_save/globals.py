@@ -109,11 +109,7 @@ class TorchObjects:
         """For :class:`~stream_pack.sources.torch_save.unpickler.Unpickler`."""
         if type(identifier) is tuple and identifier[:1] == ("module",):
             raise UnsupportedCheckpointError(_WHOLE_MODULE)
-        if (
-            type(identifier) is not tuple
-            or len(identifier) not in (5, 6)
-            or identifier[0] != "storage"
-        ):
+        if type(identifier) is not tuple or len(identifier) not in (5, 6) or identifier[0] != "storage":
             raise malformed("a persistent id that describes no storage")
         kind, key, _location, numel = identifier[1:5]
         if type(kind) is not Opaque or kind.name not in _STORAGES:
@@ -128,9 +124,7 @@ class TorchObjects:
         if storage is None:
             storage = self.storages[key] = Storage(key, nbytes, numel)
         elif storage.nbytes != nbytes:
-            raise malformed(
-                f"storage {quoted(key)} has {storage.nbytes} bytes for one tensor, {nbytes} for another"
-            )
+            raise malformed(f"storage {quoted(key)} has {storage.nbytes} bytes for one tensor, {nbytes} for another")
         begin, end = 0, numel
         if len(identifier) == 6 and identifier[5] is not None:
             begin, end = _view(identifier[5], numel)
@@ -152,11 +146,7 @@ _WHOLE_MODULE = (
     "save its state_dict() instead, torch.save(model.state_dict(), ...)"
 )
 
-_MOVED = {
-    "__builtin__.": "builtins.",
-    "copy_reg.": "copyreg.",
-    "torch.tensor.": "torch._tensor.",
-}
+_MOVED = {"__builtin__.": "builtins.", "copy_reg.": "copyreg.", "torch.tensor.": "torch._tensor."}
 """Modules under their older names."""
 
 _OTHER_DTYPE = re.compile(r"torch\.(bits|q?u?int)[0-9]+(x[0-9]+)?")
@@ -193,12 +183,7 @@ _STORAGES: dict[str, tuple[str | None, int]] = {
 
 
 def _tensor(
-    storage: object,
-    offset: object,
-    shape: object,
-    strides: object,
-    dtype: str | None,
-    metadata: object,
+    storage: object, offset: object, shape: object, strides: object, dtype: str | None, metadata: object
 ) -> Tensor | Unpackable:
     if type(storage) is not TypedStorage:
         raise malformed("a tensor without a storage")
@@ -206,17 +191,13 @@ def _tensor(
         raise malformed("a tensor whose offset, shape or strides are not whole numbers of 64 bits")
     assert isinstance(offset, int) and isinstance(shape, tuple) and isinstance(strides, tuple)
     if len(shape) > MAX_RANK:
-        raise UnsupportedCheckpointError(
-            f"the checkpoint holds a tensor of {len(shape)} dims: the limit is {MAX_RANK}"
-        )
+        raise UnsupportedCheckpointError(f"the checkpoint holds a tensor of {len(shape)} dims: the limit is {MAX_RANK}")
     if len(shape) != len(strides):
         raise malformed(f"a tensor of {len(shape)} dims with {len(strides)} strides")
     conj, neg = _bits(metadata)
     number = BY_TORCH.get(dtype or "uint8")
     if number is None:
-        return Unpackable(
-            f"of dtype {quoted(f'torch.{dtype}')}", "convert it to a dtype that packs hold"
-        )
+        return Unpackable(f"of dtype {quoted(f'torch.{dtype}')}", "convert it to a dtype that packs hold")
     if storage.begin or storage.end < storage.storage.numel:
         last = offset + sum((dim - 1) * stride for dim, stride in zip(shape, strides))
         if 0 not in shape and not 0 <= last < storage.end - storage.begin:
@@ -245,9 +226,7 @@ def _bits(metadata: object) -> tuple[bool, bool]:
     return metadata.get("conj", False), metadata.get("neg", False)
 
 
-def _rebuild_tensor(
-    storage: object, offset: object, shape: object, strides: object
-) -> Tensor | Unpackable:
+def _rebuild_tensor(storage: object, offset: object, shape: object, strides: object) -> Tensor | Unpackable:
     dtype = storage.dtype if isinstance(storage, TypedStorage) else None
     return _tensor(storage, offset, shape, strides, dtype, None)
 
@@ -289,26 +268,18 @@ def _rebuild_from_type(function: object, kind: object, args: object, state: obje
     kind_name = kind.name if isinstance(kind, Opaque | Callee) else ""
     if kind_name in _PLAIN:
         # Only functions that call no other: the file could nest these ones without end.
-        if (
-            type(function) is not Callee
-            or type(args) is not tuple
-            or "_rebuild_from" in function.name
-        ):
+        if type(function) is not Callee or type(args) is not tuple or "_rebuild_from" in function.name:
             raise malformed("a tensor with attributes that is made of no tensor")
         return _of_tensor(function.call(*args), kind_name)
     if is_dtensor(kind_name):
         local, shape = local_tensor(args, state) or (None, None)
         if type(local) is Tensor and type(shape) is tuple and local.shape == shape:
             return local
-        return Unpackable(
-            "a DTensor, one rank's shard",
-            "save full_tensor() of it, or the whole checkpoint's shards",
-        )
+        return Unpackable("a DTensor, one rank's shard", "save full_tensor() of it, or the whole checkpoint's shards")
     if kind_name == "torch.nested._internal.nested_tensor.NestedTensor":
         return _NESTED
     return Unpackable(
-        f"a tensor subclass, {quoted(kind_name)}",
-        "save a plain tensor, or its parts under names of their own",
+        f"a tensor subclass, {quoted(kind_name)}", "save a plain tensor, or its parts under names of their own"
     )
 
 

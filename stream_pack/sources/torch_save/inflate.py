@@ -41,9 +41,7 @@ class Inflated:
             try:
                 data = self._inflate.decompress(self._packed, nbytes)
             except zlib.error as error:
-                raise SourceError(
-                    f"the compressed bytes of {self._what} are damaged: {error}"
-                ) from None
+                raise SourceError(f"the compressed bytes of {self._what} are damaged: {error}") from None
             if self._inflate.eof:
                 self._packed = self._inflate.unused_data
                 self._stream.unread(self._packed)

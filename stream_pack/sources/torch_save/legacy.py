@@ -39,13 +39,7 @@ class LegacyTorchSource(TorchSource):
     Raises: UnsupportedCheckpointError, UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError; OSError.
     """
 
-    def __init__(
-        self,
-        stream: ByteStream,
-        *,
-        flatten: Flatten | None = None,
-        watch: MemoryWatch = UNLIMITED,
-    ) -> None:
+    def __init__(self, stream: ByteStream, *, flatten: Flatten | None = None, watch: MemoryWatch = UNLIMITED) -> None:
         container = _LegacyFile(stream, flatten or flattening(), watch)
         super().__init__(stream, container, kind="torch legacy")
 
@@ -95,9 +89,7 @@ class _LegacyFile:
         self._stream.seek(self._payloads[storage.key] - COUNT_NBYTES)
         yield from self._read_next(storage, chunk_nbytes)
 
-    def read_range(
-        self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int
-    ) -> Iterator[Event]:
+    def read_range(self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int) -> Iterator[Event]:
         self._stream.seek(self._payloads[storage.key] + begin)
         what = str(storage)
         for chunk in self._stream.chunks(nbytes, chunk_nbytes=chunk_nbytes, what=what):
@@ -123,9 +115,7 @@ class _LegacyFile:
 
     def _begin(self, storage: Storage) -> int:
         """Compare the number of elements stored before a storage; return where its bytes begin."""
-        count = self._stream.read_exactly(
-            COUNT_NBYTES, what=f"the length of storage {quoted(storage.key)}"
-        )
+        count = self._stream.read_exactly(COUNT_NBYTES, what=f"the length of storage {quoted(storage.key)}")
         numel = int.from_bytes(count, "little", signed=True)
         if numel != storage.numel:
             raise SourceError(
@@ -148,7 +138,5 @@ def _checked_keys(keys: object, storages: dict[str, Storage]) -> list[str]:
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise malformed("the keys of its storages are no list of texts")
     if len(keys) != len(storages) or storages.keys() != set(keys):
-        raise malformed(
-            f"it lists {len(keys)} storages, and its tensors use {len(storages)} that are not the same"
-        )
+        raise malformed(f"it lists {len(keys)} storages, and its tensors use {len(storages)} that are not the same")
     return keys

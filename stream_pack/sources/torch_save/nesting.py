@@ -13,13 +13,7 @@ from typing import TypeAlias
 
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
 from stream_pack.sources.torch_save.globals import Tensor, Unpackable
-from stream_pack.sources.torch_save.state_dict import (
-    Flatten,
-    StateDict,
-    holds_tensors,
-    shown_pickled,
-    what_it_is,
-)
+from stream_pack.sources.torch_save.state_dict import Flatten, StateDict, holds_tensors, shown_pickled, what_it_is
 from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, NamedTensors
 from stream_pack.text import MAX_LISTED, listed, quoted
 
@@ -109,11 +103,7 @@ class Chosen:
         """What was decided without being asked."""
         if not self.by_rule or not self.path:
             return ()
-        others = (
-            f", and left out the tensors below {listed(self.left_out, show=str)}"
-            if self.left_out
-            else ""
-        )
+        others = f", and left out the tensors below {listed(self.left_out, show=str)}" if self.left_out else ""
         return (f"took the tensors below {self.where}{others}",)
 
 
@@ -163,16 +153,8 @@ def _by_rule(value: object, clean: set[int]) -> Chosen:
     nested: Iterable[object] = (key for key, item in value.items() if _holds_plainly(item, plain))
     if path:
         # Nested modules are fine there, but a training loop may keep more than its model under this key.
-        nested = (
-            k for k in nested if k in MODELS or (type(k) is str and k.lower().startswith("optim"))
-        )
-    return Chosen(
-        value,
-        tuple(path),
-        by_rule=True,
-        left_out=tuple(left_out),
-        nested=tuple(_some(nested)),
-    )
+        nested = (k for k in nested if k in MODELS or (type(k) is str and k.lower().startswith("optim")))
+    return Chosen(value, tuple(path), by_rule=True, left_out=tuple(left_out), nested=tuple(_some(nested)))
 
 
 def _holds_plainly(value: object, clean: set[int]) -> bool:

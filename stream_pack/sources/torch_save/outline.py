@@ -48,16 +48,10 @@ def outline(value: object) -> list[KeySummary]:
     visited = 0
     for path, item in _walk(value):
         seen: set[int] = set()
-        found = (
-            list(leaves(item, clean, seen))
-            if isinstance(item, dict | list | tuple | Opaque)
-            else []
-        )
+        found = list(leaves(item, clean, seen)) if isinstance(item, dict | list | tuple | Opaque) else []
         visited += 1 + len(seen)
         if visited > MAX_VISITED:
-            raise UnsupportedCheckpointError(
-                "the checkpoint shares its values too often to be listed"
-            )
+            raise UnsupportedCheckpointError("the checkpoint shares its values too often to be listed")
         if found or not path:
             nbytes = sum(storage.nbytes for storage in _storages(found))
             kind = item.name if isinstance(item, Opaque) else type(item).__name__

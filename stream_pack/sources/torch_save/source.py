@@ -50,9 +50,7 @@ class TorchSource(Source):
     Raises: UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError.
     """
 
-    def __init__(
-        self, stream: ByteStream, container: Container, *, kind: str, remarks: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, stream: ByteStream, container: Container, *, kind: str, remarks: tuple[str, ...] = ()) -> None:
         self._stream = stream
         self._container = container
         self._tensors = catalog_tensors(
@@ -140,9 +138,7 @@ class TorchSource(Source):
                 if wanted:
                     yield _Gather(event.storage, wanted, event.payload), scatter
 
-    def _buffer_by_buffer(
-        self, requests: Requests, chunk_nbytes: int
-    ) -> Generator[Step, None, None]:
+    def _buffer_by_buffer(self, requests: Requests, chunk_nbytes: int) -> Generator[Step, None, None]:
         """From a file.  A storage is read whole, and checked, before or while its first buffer goes out."""
         storages = self._tensors.storages
         payloads: dict[str, int] = {}
@@ -181,9 +177,7 @@ class TorchSource(Source):
         fd, base = self._stream.regular_file
         return _mapped(fd, base + event.payload, nbytes)
 
-    def _gather(
-        self, event: _Gather, memory: memoryview, target: _Target, options: StreamOptions
-    ) -> Iterator[Piece]:
+    def _gather(self, event: _Gather, memory: memoryview, target: _Target, options: StreamOptions) -> Iterator[Piece]:
         for derived in event.derived:
             made = self._tensors.recipes[derived]
             for window in strided_chunks(made.view(memory), chunk_nbytes=options.window_nbytes):

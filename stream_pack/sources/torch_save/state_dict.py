@@ -33,11 +33,7 @@ Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
 
 
 def leaves(
-    value: object,
-    clean: set[int],
-    seen: set[int] | None = None,
-    *,
-    inside_objects: bool = True,
+    value: object, clean: set[int], seen: set[int] | None = None, *, inside_objects: bool = True
 ) -> Iterator[Tensor | Unpackable | TypedStorage]:
     """The tensors anywhere inside ``value``, each once; each object is looked at once.
 
@@ -105,9 +101,7 @@ def what_it_is(value: object) -> str:
             f"a {type(value).__name__}, whose tensors have no names: save a dict of them, or choose one of its items "
             "by number (--key 0, key=) or all of them (--key .)"
         )
-    if type(value) is Opaque and any(
-        isinstance(part, dict) and "_modules" in part for part in value.parts
-    ):
+    if type(value) is Opaque and any(isinstance(part, dict) and "_modules" in part for part in value.parts):
         return (
             f"a whole pickled module, {quoted(value.name)}, which only its own code could rebuild: "
             "save its state_dict() instead"

@@ -161,8 +161,4 @@ def _items(value: object) -> Iterator[tuple[object, object]]:
 
 
 def _path(prefix: str, key: object) -> str:
-    return (
-        shown_pickled(f"{prefix}{key}")
-        if type(key) is str
-        else f"{shown_pickled(prefix)} / {shown_pickled(key)}"
-    )
+    return shown_pickled(f"{prefix}{key}") if type(key) is str else f"{shown_pickled(prefix)} / {shown_pickled(key)}"

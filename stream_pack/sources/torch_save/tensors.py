@@ -31,11 +31,7 @@ class TorchTensors:
 
 
 def catalog_tensors(
-    state_dict: StateDict,
-    storages: Mapping[str, Storage],
-    *,
-    big_endian: bool,
-    file_nbytes: int | None,
+    state_dict: StateDict, storages: Mapping[str, Storage], *, big_endian: bool, file_nbytes: int | None
 ) -> TorchTensors:
     """Check every tensor's geometry, and list them.
 

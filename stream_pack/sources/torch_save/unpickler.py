@@ -248,9 +248,7 @@ class Unpickler:
     def _int_line(self) -> None:
         line = self._line()
         # "I01" and "I00" are how protocols 0 and 1 write True and False.
-        self._stack.append(
-            {"01": True, "00": False}[line] if line in ("01", "00") else self._int(line)
-        )
+        self._stack.append({"01": True, "00": False}[line] if line in ("01", "00") else self._int(line))
 
     def _long_line(self) -> None:
         self._stack.append(self._int(self._line().removesuffix("L")))
@@ -268,9 +266,7 @@ class Unpickler:
 
     def _integer(self, nbytes: int) -> None:
         if nbytes > MAX_INTEGER_NBYTES:
-            raise self._malformed(
-                f"an integer of {nbytes} bytes; the limit is {MAX_INTEGER_NBYTES}"
-            )
+            raise self._malformed(f"an integer of {nbytes} bytes; the limit is {MAX_INTEGER_NBYTES}")
         self._stack.append(int.from_bytes(self._take(nbytes), "little", signed=True))
 
     def _binfloat(self) -> None:
@@ -514,9 +510,7 @@ class Unpickler:
         target = self._stack[-1]
         if type(target) is Opaque:
             target.parts.append(state)
-        elif (
-            type(target) is not dict
-        ):  # an OrderedDict's attributes, such as _metadata, hold no items
+        elif type(target) is not dict:  # an OrderedDict's attributes, such as _metadata, hold no items
             raise self._malformed(f"it sets the state of a {type(target).__name__}")
 
     def _binpersid(self) -> None:

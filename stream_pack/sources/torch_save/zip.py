@@ -105,9 +105,7 @@ def _begins_with_pickle(stream: ByteStream) -> bool:
 
 def _spooled(stream: ByteStream, spool: Spool) -> SpoolFile:
     """All of ``stream`` in a temporary file."""
-    spooled = spool.open(
-        why="the archive comes through a pipe and does not begin with data.pkl", nbytes=None
-    )
+    spooled = spool.open(why="the archive comes through a pipe and does not begin with data.pkl", nbytes=None)
     try:
         while some := stream.read_some():
             spooled.append(some)

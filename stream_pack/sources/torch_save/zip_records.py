@@ -120,16 +120,12 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
         )
     what = "the header of a record"
     fixed = stream.read_exactly(4 + _LOCAL.size, what=what)
-    _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(
-        fixed[4:]
-    )
+    _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(fixed[4:])
     rest = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
     name = _name(rest[:name_nbytes])
     extra = _zip64_extra(rest[name_nbytes:])
     if flags & FLAG_ENCRYPTED:
-        raise UnsupportedCheckpointError(
-            f"record {quoted(name)} is encrypted: decrypt the archive first"
-        )
+        raise UnsupportedCheckpointError(f"record {quoted(name)} is encrypted: decrypt the archive first")
     if method not in (STORED, DEFLATED):
         raise UnsupportedCheckpointError(
             f"record {quoted(name)} is compressed by method {method}; torch.save stores its records as they are: "
@@ -141,16 +137,12 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
         nbytes = next(sizes, nbytes) if nbytes == U32_MAX else nbytes
         packed = next(sizes, packed) if packed == U32_MAX else packed
     if not streamed and method == STORED and packed != nbytes:
-        raise SourceError(
-            f"record {quoted(name)} is stored, with the lengths {packed} and {nbytes}"
-        )
+        raise SourceError(f"record {quoted(name)} is stored, with the lengths {packed} and {nbytes}")
     deflated = method == DEFLATED
     return LocalHeader(position, name, streamed, extra is not None, deflated, nbytes, packed, crc)
 
 
-def read_descriptor(
-    stream: ByteStream, header: LocalHeader, nbytes: int, packed_nbytes: int
-) -> int:
+def read_descriptor(stream: ByteStream, header: LocalHeader, nbytes: int, packed_nbytes: int) -> int:
     """The CRC-32 of the payload of ``nbytes`` bytes, from ``packed_nbytes`` bytes of the archive, that has just been
     read, as the archive states it.
 
@@ -166,18 +158,12 @@ def read_descriptor(
                 f"record {quoted(header.name)} does not end after {nbytes} bytes: no data descriptor at byte "
                 f"{stream.position} of the archive; bytes were lost (a short write upstream?) or the length is wrong"
             )
-        fields = stream.read_exactly(
-            4 + layout.size, what=f"the descriptor of {quoted(header.name)}"
-        )
+        fields = stream.read_exactly(4 + layout.size, what=f"the descriptor of {quoted(header.name)}")
         crc, packed, stated = layout.unpack(fields[4:])
         if packed != stated and not header.deflated:
-            raise SourceError(
-                f"record {quoted(header.name)} is stored, with the lengths {packed} and {stated}"
-            )
+            raise SourceError(f"record {quoted(header.name)} is stored, with the lengths {packed} and {stated}")
     if stated != nbytes:
-        raise SourceError(
-            f"record {quoted(header.name)} has {nbytes} bytes, but the archive states {stated}"
-        )
+        raise SourceError(f"record {quoted(header.name)} has {nbytes} bytes, but the archive states {stated}")
     if packed != packed_nbytes:
         raise SourceError(
             f"record {quoted(header.name)} has {packed_nbytes} compressed bytes, but the archive states {packed}"
@@ -234,9 +220,7 @@ def find_directory(stream: ByteStream) -> int:
     tail = stream.peek(nbytes - tail_begin)
     at = tail.rfind(END)
     if at < 0 or at + 4 + _END.size > len(tail):
-        raise TruncatedSourceError(
-            "the archive has no directory at its end: it was cut short, or bytes follow it"
-        )
+        raise TruncatedSourceError("the archive has no directory at its end: it was cut short, or bytes follow it")
     offset = int(_END.unpack_from(tail, at + 4)[5])
     locator = at - 4 - _ZIP64_LOCATOR.size
     if locator >= 0 and tail[locator : locator + 4] == ZIP64_LOCATOR:
@@ -291,11 +275,7 @@ def _read_zip64_end(stream: ByteStream) -> tuple[int, int, int] | None:
     if rest_nbytes != _ZIP64_END.size - 8 or disk or directory_disk or here != entries:
         raise SourceError("the archive's zip64 end record is damaged")
     locator = stream.read_exactly(4 + _ZIP64_LOCATOR.size, what=_DIRECTORY_END)
-    if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (
-        0,
-        position,
-        1,
-    ):
+    if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (0, position, 1):
         raise SourceError("the archive's zip64 locator is damaged")
     return entries, nbytes, begin
 
@@ -327,9 +307,7 @@ def _read_entry(stream: ByteStream) -> DirectoryEntry:
         position = next(wide, position) if position == U32_MAX else position
     if disk not in (0, U16_MAX):
         raise SourceError("the archive is one part of several: join them first")
-    return DirectoryEntry(
-        position, name, nbytes, packed, crc, None if flags & FLAG_ENCRYPTED else method
-    )
+    return DirectoryEntry(position, name, nbytes, packed, crc, None if flags & FLAG_ENCRYPTED else method)
 
 
 def _name(data: memoryview) -> str:

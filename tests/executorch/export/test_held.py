@@ -42,9 +42,7 @@ def pieces(data: bytes, nbytes: int) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 100_003])
 @pytest.mark.parametrize("chunk", [1, 7, 4096, 200_000])
-def test_what_is_held_comes_back_whatever_the_chunks(
-    holder: Holder, nbytes: int, chunk: int
-) -> None:
+def test_what_is_held_comes_back_whatever_the_chunks(holder: Holder, nbytes: int, chunk: int) -> None:
     data = content(nbytes)
     held = holder.hold(pieces(data, chunk), nbytes, sha256=True)
     assert held.read(0, nbytes) == data
@@ -68,17 +66,13 @@ def test_the_checksums_are_those_of_a_pack_s_blocks(holder: Holder) -> None:
 @given(
     members=st.lists(
         st.one_of(
-            st.binary(max_size=50),
-            st.integers(0, 9000).map(Zeros),
-            st.integers(4096, 9000).map(lambda n: ("held", n)),
+            st.binary(max_size=50), st.integers(0, 9000).map(Zeros), st.integers(4096, 9000).map(lambda n: ("held", n))
         ),
         max_size=6,
     ),
     span=st.tuples(st.integers(0, 60_000), st.integers(0, 60_000)),
 )
-def test_a_composition_reads_as_its_members_joined(
-    members: list[object], span: tuple[int, int]
-) -> None:
+def test_a_composition_reads_as_its_members_joined(members: list[object], span: tuple[int, int]) -> None:
     holder = Holder(tempfile.gettempdir(), chunk_nbytes=MIB)
     expected = b""
     parts: list[Held | bytes | Zeros] = []
@@ -179,9 +173,7 @@ def test_a_file_that_was_cut_is_an_error(holder: Holder) -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{list(tensor.shape)}",
 )
-def test_a_tensor_is_held_as_its_elements_in_row_major_order(
-    holder: Holder, tensor: torch.Tensor
-) -> None:
+def test_a_tensor_is_held_as_its_elements_in_row_major_order(holder: Holder, tensor: torch.Tensor) -> None:
     def elements(of: torch.Tensor) -> bytes:
         return of.contiguous().resolve_conj().numpy().tobytes()
 

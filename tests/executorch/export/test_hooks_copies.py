@@ -36,9 +36,7 @@ def addresses(tensors: Any) -> set[int]:
     return {torch._C._data_address(tensor) for tensor in tensors}  # type: ignore[attr-defined]
 
 
-def test_a_backend_is_given_the_weights_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_is_given_the_weights_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     stock = xnnpack_preprocess.XnnpackBackend.preprocess
 

@@ -25,11 +25,7 @@ from executorch.backends.apple.mps.partition.mps_partitioner import MPSPartition
 from executorch.backends.apple.mps.serialization.mps_graph_schema import MPSDataType
 from executorch.backends.apple.mps.utils.mps_utils import is_parameter
 from executorch.exir import to_edge, to_edge_transform_and_lower
-from executorch.exir._serialize._program import (
-    PTEFile,
-    deserialize_pte_binary,
-    serialize_pte_binary,
-)
+from executorch.exir._serialize._program import PTEFile, deserialize_pte_binary, serialize_pte_binary
 from executorch.exir.backend.backend_api import to_backend
 from executorch.exir.backend.backend_details import CompileSpec
 
@@ -115,9 +111,7 @@ class Cumulative(torch.nn.Module):
         self.before, self.after = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.after(
-            torch.linalg.vector_norm(self.before(x), ord=3, dim=1)[:, None] * x
-        )
+        result: torch.Tensor = self.after(torch.linalg.vector_norm(self.before(x), ord=3, dim=1)[:, None] * x)
         return result
 
 
@@ -200,18 +194,14 @@ def stock_of(name: str, fp16: bool = False) -> bytes:
 
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("name", SOUND)
-def test_with_stocks_alignment_a_program_is_stocks_byte_for_byte(
-    name: str, fp16: bool, tmp_path: Path
-) -> None:
+def test_with_stocks_alignment_a_program_is_stocks_byte_for_byte(name: str, fp16: bool, tmp_path: Path) -> None:
     ours = streamed(made(name), tmp_path, fp16=fp16, alignment="stock")
     assert ours == stock_of(name, fp16)
 
 
 @pytest.mark.parametrize("fp16", [False, True])
 @pytest.mark.parametrize("name", SOUND)
-def test_on_pages_a_payload_is_a_pack_that_says_and_holds_the_same(
-    name: str, fp16: bool, tmp_path: Path
-) -> None:
+def test_on_pages_a_payload_is_a_pack_that_says_and_holds_the_same(name: str, fp16: bool, tmp_path: Path) -> None:
     file = streamed(made(name), tmp_path, fp16=fp16)
     stock = payloads_of(stock_of(name, fp16))
     ours = payloads_of(file)
@@ -236,9 +226,7 @@ def test_the_constants_of_a_pack_have_the_names_of_the_model(tmp_path: Path) -> 
     model = Scalars()
     file = streamed(exported(model, (torch.randn(2, 64),)), tmp_path)
     (payload,) = payloads_of(file)
-    with stream_pack.open(
-        tmp_path / "program.pte", offset=file.index(payload), nbytes=len(payload)
-    ) as pack:
+    with stream_pack.open(tmp_path / "program.pte", offset=file.index(payload), nbytes=len(payload)) as pack:
         for name, tensor in model.state_dict().items():
             assert torch.equal(pack[name].torch(), tensor)
 
@@ -262,15 +250,11 @@ def test_a_large_constant_begins_on_a_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", ["page", "stock"])
-def test_a_view_is_stored_as_its_own_elements_where_stock_stores_others(
-    alignment: str, tmp_path: Path
-) -> None:
+def test_a_view_is_stored_as_its_own_elements_where_stock_stores_others(alignment: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Views()
     program = exported(model, (torch.randn(2, 64),))
-    expected = {
-        name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()
-    }
+    expected = {name: tensor.contiguous().numpy().tobytes() for name, tensor in model.state_dict().items()}
     (ours,) = payloads_of(streamed(program, tmp_path, alignment=alignment))
     assert sorted(constants_of(ours)) == sorted(expected.values())
     (stock,) = payloads_of(stock_bytes(program))
@@ -278,9 +262,7 @@ def test_a_view_is_stored_as_its_own_elements_where_stock_stores_others(
 
 
 @pytest.mark.parametrize(("fp16", "stored"), [(False, np.float32), (True, np.float16)])
-def test_float64_is_stored_as_the_type_that_the_graph_names(
-    fp16: bool, stored: Any, tmp_path: Path
-) -> None:
+def test_float64_is_stored_as_the_type_that_the_graph_names(fp16: bool, stored: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64).double()
     program = exported(model, (torch.randn(2, 64, dtype=torch.float64),))
@@ -336,9 +318,7 @@ class Scatter(torch.nn.Module):
 def test_constants_are_merged_where_they_are_equal(tmp_path: Path) -> None:
     program = exported(Scatter(), (torch.randn(4, 3), torch.randn(2, 3)))
     (payload,) = payloads_of(streamed(program, tmp_path))
-    assert constants_of(payload) == [
-        np.repeat(rows, 3).tobytes() for rows in (np.array([0, 1]), np.array([2, 3]))
-    ]
+    assert constants_of(payload) == [np.repeat(rows, 3).tobytes() for rows in (np.array([0, 1]), np.array([2, 3]))]
 
 
 def test_constants_that_hash_alike_are_not_merged(tmp_path: Path) -> None:
@@ -616,9 +596,7 @@ with streaming_constants({str(tmp_path)!r}):
     held = edge.to_executorch()._pte_data._buffers
 print(*[type(part).__name__ for part in held])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "Held" in done.stdout.splitlines()[-1].split()
 
 

@@ -16,11 +16,7 @@ import torch
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import to_edge_transform_and_lower
 from executorch.exir._serialize import _cord
-from executorch.exir._serialize._program import (
-    PTEFile,
-    deserialize_pte_binary,
-    serialize_pte_binary,
-)
+from executorch.exir._serialize._program import PTEFile, deserialize_pte_binary, serialize_pte_binary
 
 from stream_pack.errors import StateError
 from stream_pack.executorch import streaming_constants, write_program
@@ -38,9 +34,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = torch.nn.Embedding(200, 64)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)
-        )
+        self.layers = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.layers(self.table(tokens))
@@ -86,9 +80,7 @@ WAYS_OUT: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("delegated", [False, True])
-def test_every_way_out_gives_stocks_bytes_in_the_block_and_after_it(
-    delegated: bool, tmp_path: Path
-) -> None:
+def test_every_way_out_gives_stocks_bytes_in_the_block_and_after_it(delegated: bool, tmp_path: Path) -> None:
     path = tmp_path / "program.pte"
     found = {}
     with streaming_constants(tmp_path, alignment="stock"):
@@ -130,17 +122,13 @@ def test_an_alignment_of_the_backend_config_stays(tmp_path: Path) -> None:
     assert bytes(manager.buffer) == bytes(lowered().to_executorch(config).buffer)
 
 
-def test_to_executorch_after_the_block_gives_the_right_bytes_or_says_what_to_do(
-    tmp_path: Path,
-) -> None:
+def test_to_executorch_after_the_block_gives_the_right_bytes_or_says_what_to_do(tmp_path: Path) -> None:
     with streaming_constants(tmp_path, alignment="stock"):
         edge = lowered()
     if FILE_BACKED:
         assert bytes(edge.to_executorch().buffer) == stock_of(True)
     else:  # nothing can stand for data that delegates share
-        with pytest.raises(
-            StateError, match="to_executorch inside of streaming_constants.*write_program"
-        ):
+        with pytest.raises(StateError, match="to_executorch inside of streaming_constants.*write_program"):
             edge.to_executorch()
 
 
@@ -166,9 +154,7 @@ def test_a_program_without_a_block_is_written_as_well(tmp_path: Path) -> None:
     assert (tmp_path / "program.pte").read_bytes() == stock_of(True)
 
 
-def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with streaming_constants(tmp_path):
         manager = lowered().to_executorch()
     path = tmp_path / "program.pte"

@@ -15,9 +15,7 @@ import torch
 from executorch.backends.xnnpack.operators.node_visitor import NodeVisitor
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.passes.external_constants_pass import (
-    delegate_external_constants_pass_unlifted,
-)
+from executorch.exir.passes.external_constants_pass import delegate_external_constants_pass_unlifted
 from executorch.extension.pybindings import portable_lib
 
 from stream_pack.executorch import streaming_constants, write_program
@@ -134,12 +132,8 @@ def written(manager: Any) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "strict"), [*((name, False) for name in MODELS), ("fp32", True), ("8da4w", True)]
-)
-def test_the_program_is_the_one_that_executorch_writes(
-    name: str, strict: bool, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "strict"), [*((name, False) for name in MODELS), ("fp32", True), ("8da4w", True)])
+def test_the_program_is_the_one_that_executorch_writes(name: str, strict: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     stock = written(exported(model, inputs, strict=strict))
@@ -194,9 +188,7 @@ def test_external_constants_of_the_delegate_are_executorch_s(tmp_path: Path) -> 
     def tagged() -> Any:
         with torch.no_grad():
             unlifted = torch.export.export(model, TOKENS).module()
-            delegate_external_constants_pass_unlifted(
-                module=unlifted, gen_tag_fn=lambda node: "weights"
-            )
+            delegate_external_constants_pass_unlifted(module=unlifted, gen_tag_fn=lambda node: "weights")
             program = torch.export.export(unlifted, TOKENS)
             edge = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
             return edge.to_executorch()
@@ -208,8 +200,7 @@ def test_external_constants_of_the_delegate_are_executorch_s(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [(1, 6), (2, 7), (3, 64), (5, 33), (1000, 96), (341, 96), (5, 20_001), (1, 4, 6), (4, 6, 1, 1)],
+    "shape", [(1, 6), (2, 7), (3, 64), (5, 33), (1000, 96), (341, 96), (5, 20_001), (1, 4, 6), (4, 6, 1, 1)]
 )
 def test_nibbles_are_packed_in_parts_as_in_one(shape: tuple[int, ...], tmp_path: Path) -> None:
     values = torch.randint(-8, 8, shape, dtype=torch.int8)
@@ -244,9 +235,7 @@ def large_export(folder: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.table = torch.nn.Embedding(4096, 2048)
-            self.layers = torch.nn.ModuleList(
-                torch.nn.Linear(2048, 2048, bias=False) for _ in range(6)
-            )
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(2048, 2048, bias=False) for _ in range(6))
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x: torch.Tensor = self.table(tokens)

@@ -42,21 +42,14 @@ class Worker:
 
 
 def hook(name: str, signature: str, **knobs: Any) -> Hook:
-    def replacement(
-        export: Export, stock: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> tuple[Any, ...]:
+    def replacement(export: Export, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return "ours", stock(*args, **kwargs)
 
     return Hook(NAME, name, replacement, signature=signature, **knobs)
 
 
 DOUBLE = hook("double", "(x)")
-ALL = (
-    DOUBLE,
-    hook("Thing", "(size=1)"),
-    hook("Worker.work", "(self, x, y=3)"),
-    hook("Worker.still", "(x)"),
-)
+ALL = (DOUBLE, hook("Thing", "(size=1)"), hook("Worker.work", "(self, x, y=3)"), hook("Worker.still", "(x)"))
 
 
 @pytest.fixture
@@ -100,9 +93,7 @@ def test_functions_classes_methods_and_static_methods_are_replaced_and_restored(
     assert all(now is then for now, then in zip(state(module), before, strict=True))
 
 
-def test_an_exception_in_the_block_leaves_nothing_behind(
-    module: Any, block: Callable[..., Any]
-) -> None:
+def test_an_exception_in_the_block_leaves_nothing_behind(module: Any, block: Callable[..., Any]) -> None:
     before = state(module)
     with pytest.raises(ZeroDivisionError), block(*ALL):
         raise ZeroDivisionError
@@ -120,9 +111,7 @@ def test_another_thread_gets_the_original_meanwhile(module: Any, block: Callable
     assert seen == [8]
 
 
-def test_two_threads_may_be_in_blocks_and_the_last_restores(
-    module: Any, block: Callable[..., Any]
-) -> None:
+def test_two_threads_may_be_in_blocks_and_the_last_restores(module: Any, block: Callable[..., Any]) -> None:
     original = module.double
     entered, leave = threading.Event(), threading.Event()
     exports = []
@@ -159,9 +148,7 @@ def test_blocks_may_be_nested(module: Any, block: Callable[..., Any]) -> None:
     assert module.double is original
 
 
-def test_a_block_that_was_left_is_over_for_whoever_copied_its_context(
-    module: Any, block: Callable[..., Any]
-) -> None:
+def test_a_block_that_was_left_is_over_for_whoever_copied_its_context(module: Any, block: Callable[..., Any]) -> None:
     import contextvars
 
     with block(DOUBLE):
@@ -192,9 +179,7 @@ def test_what_is_not_as_tested_is_refused_before_anything_is_replaced(
     module: Any, block: Callable[..., Any], wrong: Hook, fault: str
 ) -> None:
     before = state(module)
-    refused = pytest.raises(
-        UntestedVersionError, match=f"1.4.1, 1.5.1.*{fault}.*allow_untested=True"
-    )
+    refused = pytest.raises(UntestedVersionError, match=f"1.4.1, 1.5.1.*{fault}.*allow_untested=True")
     with refused, block(DOUBLE, wrong):
         pass
     assert all(now is then for now, then in zip(state(module), before, strict=True))
@@ -209,18 +194,14 @@ def test_a_module_that_is_missing_is_refused_unless_it_may_be(block: Callable[..
         pass
 
 
-def test_what_is_not_as_tested_may_be_tried_with_a_warning(
-    module: Any, block: Callable[..., Any]
-) -> None:
+def test_what_is_not_as_tested_may_be_tried_with_a_warning(module: Any, block: Callable[..., Any]) -> None:
     wrong = (hook("double", "(x, y)"), hook("triple", "(x)"))
     warned = pytest.warns(UserWarning, match="takes .x., expected .x, y.; .*triple is missing")
     with warned, block(*wrong, allow_untested=True):
         assert module.double(4) == ("ours", 8)
 
 
-def test_a_module_that_is_imported_later_is_hooked_then(
-    module: Any, block: Callable[..., Any]
-) -> None:
+def test_a_module_that_is_imported_later_is_hooked_then(module: Any, block: Callable[..., Any]) -> None:
     other = types.ModuleType("imported_later")
     exec("def triple(x): return 3 * x", other.__dict__)
     late = Hook("imported_later", "triple", lambda export, stock, x: ("ours", stock(x)), late=True)

@@ -94,9 +94,7 @@ def constants_in(payload: bytes) -> dict[int, bytes]:
 def simple(datatype: int = 2, dims: list[int] | None = None, *, ids: tuple[int, ...] = (1,)) -> Any:
     """A graph of an input, one constant and an output."""
     dims = [2, 3] if dims is None else dims
-    values = [
-        MPSTensor(MPSDataType(datatype), len(dims), list(dims), 0, Buffer(b"")) for _ in range(3)
-    ]
+    values = [MPSTensor(MPSDataType(datatype), len(dims), list(dims), 0, Buffer(b"")) for _ in range(3)]
     return MPSGraph("0", [], values, [0], [2], list(ids), OpType.mps_graph, DataSegment(0, 0))
 
 
@@ -110,14 +108,10 @@ def test_a_payload_says_what_stock_says_but_for_the_places(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize("case", SOUND)
-def test_each_constant_is_the_modules_tensor_also_where_stock_stores_another(
-    case: str, tmp_path: Path
-) -> None:
+def test_each_constant_is_the_modules_tensor_also_where_stock_stores_another(case: str, tmp_path: Path) -> None:
     path = tmp_path / "payload"
     build_mps_payload(stock_graph(case), tensors_of(case), path)
-    assert constants_in(path.read_bytes()) == {
-        number: tensor.tobytes() for number, tensor in tensors_of(case).items()
-    }
+    assert constants_in(path.read_bytes()) == {number: tensor.tobytes() for number, tensor in tensors_of(case).items()}
 
 
 @pytest.mark.parametrize("case", SOUND)
@@ -147,17 +141,9 @@ def test_the_enum_is_executorchs() -> None:
     assert names == ENUM
 
 
-@pytest.mark.parametrize(
-    "datatype", [n for n in NUMBERS if ENUM.get(n) == "float64" or ENUM.get(n) not in TAKEN]
-)
+@pytest.mark.parametrize("datatype", [n for n in NUMBERS if ENUM.get(n) == "float64" or ENUM.get(n) not in TAKEN])
 def test_of_each_type_that_the_device_does_not_know_no_payload_is_made(datatype: int) -> None:
-    like = {
-        3: torch.float64,
-        4: torch.bfloat16,
-        11: torch.uint8,
-        12: torch.uint16,
-        13: torch.uint32,
-    }
+    like = {3: torch.float64, 4: torch.bfloat16, 11: torch.uint8, 12: torch.uint16, 13: torch.uint32}
     like |= {14: torch.uint64, 16: torch.complex32, 17: torch.complex64}
     tensor = torch.zeros(2, 3, dtype=like.get(datatype, torch.uint8))
     graph = simple()
@@ -167,9 +153,7 @@ def test_of_each_type_that_the_device_does_not_know_no_payload_is_made(datatype:
 
 
 # int4 has a test of its own, and float64 is refused.
-@pytest.mark.parametrize(
-    "datatype", [n for n in ENUM if ENUM[n] in TAKEN - {"int4", "float64"}], ids=ENUM.get
-)
+@pytest.mark.parametrize("datatype", [n for n in ENUM if ENUM[n] in TAKEN - {"int4", "float64"}], ids=ENUM.get)
 def test_a_constant_of_each_type_that_the_device_knows_is_taken(datatype: int) -> None:
     tensor = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(getattr(torch, ENUM[datatype]))
     file = io.BytesIO()
@@ -179,11 +163,7 @@ def test_a_constant_of_each_type_that_the_device_knows_is_taken(datatype: int) -
 
 @pytest.mark.parametrize(
     ("datatype", "given", "wanted"),
-    [
-        (1, torch.float32, torch.float16),
-        (1, torch.float64, torch.float16),
-        (2, torch.float64, torch.float32),
-    ],
+    [(1, torch.float32, torch.float16), (1, torch.float64, torch.float16), (2, torch.float64, torch.float32)],
 )
 def test_floats_become_what_the_graph_says_as_torch_rounds_them(
     datatype: int, given: torch.dtype, wanted: torch.dtype
@@ -226,9 +206,7 @@ def test_packed_four_bit_constants_are_taken_as_bytes() -> None:
         (simple(), {1: torch.zeros(2, 3).to_sparse()}, "sparse"),
     ],
 )
-def test_what_does_not_fit_the_graph_is_refused(
-    graph: Any, constants: dict[Any, Any], says: str
-) -> None:
+def test_what_does_not_fit_the_graph_is_refused(graph: Any, constants: dict[Any, Any], says: str) -> None:
     file = io.BytesIO()
     with pytest.raises(SourceError, match=says):
         build_mps_payload(graph, constants, file)
@@ -286,9 +264,7 @@ def test_constants_may_stand_beyond_4_gib(tmp_path: Path) -> None:
     path = tmp_path / "payload"
     last = struct.pack("<3i", 7, 8, 9)
     try:
-        source = SparseSource(
-            {"1": ("int32", (5 * 2**28,)), "3": ("int32", (3,))}, endings={"3": last}
-        )
+        source = SparseSource({"1": ("int32", (5 * 2**28,)), "3": ("int32", (3,))}, endings={"3": last})
         build_mps_payload(graph, source, path)
         with open(path, "rb") as file:
             head = file.read(16384)
@@ -382,9 +358,7 @@ def test_the_graph_of_a_new_export_gives_a_payload_with_the_modules_own_tensors(
     build_mps_payload(graph, tensors, file)
     ours = file.getvalue()
     # Stock stores the whole storage of rows and first.
-    assert without_places(flatbuffer(ours), sizes=False) == without_places(
-        flatbuffer(stock), sizes=False
-    )
+    assert without_places(flatbuffer(ours), sizes=False) == without_places(flatbuffer(stock), sizes=False)
     held = list(constants_in(ours).values())
     for name, tensor in module.state_dict().items():
         wanted = tensor.half() if fp16 else tensor

@@ -6,10 +6,7 @@ from pathlib import Path
 
 from executorch.backends.xnnpack import serialization as xnnpack
 from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import XNNHeader
-from executorch.extension.flat_tensor.serialize.serialize import (
-    FlatTensorHeader,
-    _deserialize_to_flat_tensor,
-)
+from executorch.extension.flat_tensor.serialize.serialize import FlatTensorHeader, _deserialize_to_flat_tensor
 
 from tests.executorch.flatc import decoded
 from tests.vectors.minimal_reader import read

@@ -51,15 +51,9 @@ def test_programs_run_with_our_data_as_with_executorchs_own_bit_for_bit(
         np.testing.assert_allclose(output, arrays[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_weights_of_a_checkpoint_become_the_data_of_a_program(
-    gold: Path, x: torch.Tensor, tmp_path: Path
-) -> None:
+def test_the_weights_of_a_checkpoint_become_the_data_of_a_program(gold: Path, x: torch.Tensor, tmp_path: Path) -> None:
     with np.load(gold / "ptd" / "mlp.io.npz") as arrays:
-        weights = {
-            name.removeprefix("w_"): torch.from_numpy(arrays[name])
-            for name in arrays
-            if name.startswith("w_")
-        }
+        weights = {name.removeprefix("w_"): torch.from_numpy(arrays[name]) for name in arrays if name.startswith("w_")}
     torch.save(weights, tmp_path / "checkpoint.pt")
     first, second = tmp_path / "weights.pack", tmp_path / "weights.ptd"
     stream_pack.convert(tmp_path / "checkpoint.pt", first)
@@ -178,9 +172,7 @@ def test_a_name_that_the_program_wants_and_the_pack_lacks_is_the_runtimes_error(
     program, model = odd
     data = tmp_path / "odd.ptd"
     stream_pack.save_file(
-        {name: tensor for name, tensor in model.state_dict().items() if name != "scale"},
-        data,
-        to="ptd",
+        {name: tensor for name, tensor in model.state_dict().items() if name != "scale"}, data, to="ptd"
     )
     with pytest.raises(RuntimeError):
         run_file(program, [torch.ones(2, 4)], data)

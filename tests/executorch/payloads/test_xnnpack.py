@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import (
-    ConstantDataOffset,
-    XNNGraph,
-)
+from executorch.backends.xnnpack.serialization.xnnpack_graph_schema import ConstantDataOffset, XNNGraph
 from executorch.backends.xnnpack.serialization.xnnpack_graph_serialize import XNNHeader
 
 import stream_pack
@@ -79,9 +76,7 @@ def test_a_rebuilt_program_of_1_4_gives_what_the_stock_one_gives(case: str, tmp_
 
 
 @pytest.mark.parametrize("name", EXPORTS)
-def test_a_rebuilt_program_of_a_new_export_gives_what_the_stock_one_gives(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_rebuilt_program_of_a_new_export_gives_what_the_stock_one_gives(name: str, tmp_path: Path) -> None:
     stock, inputs = exported(name)
     assert any(entry["named_key"] for p in xnnpack_payloads(stock) for entry in constants_of(p))
     check_runs_alike(stock, inputs, tmp_path / "program.pte")
@@ -211,16 +206,10 @@ FOUR = np.zeros(1, np.float32)
         (simple(0), {1: FOUR[:0]}, "and no bytes"),
         (simple(4, 4), {1: FOUR, 2: object()}, "neither a torch tensor nor a NumPy array"),
         (XNNGraph("0", [], [], 0, [], [], []), {}, "expected the reserved entry"),
-        (
-            XNNGraph("0", [], [], 0, [], [], [ConstantDataOffset(0, 4, "k")]),
-            {},
-            "expected the reserved entry",
-        ),
+        (XNNGraph("0", [], [], 0, [], [], [ConstantDataOffset(0, 4, "k")]), {}, "expected the reserved entry"),
     ],
 )
-def test_what_does_not_fit_the_graph_is_refused(
-    graph: Any, constants: dict[Any, Any], says: str
-) -> None:
+def test_what_does_not_fit_the_graph_is_refused(graph: Any, constants: dict[Any, Any], says: str) -> None:
     file = io.BytesIO()
     with pytest.raises(SourceError, match=says):
         build_xnnpack_payload(graph, constants, file)

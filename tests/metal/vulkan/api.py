@@ -98,9 +98,7 @@ class Gpu:
         found = (c_void_p * count.value)()
         self.check("vkEnumeratePhysicalDevices", self.instance, ctypes.byref(count), found)
         for handle in found:
-            properties = ctypes.create_string_buffer(
-                2048
-            )  # VkPhysicalDeviceProperties; the name at byte 20
+            properties = ctypes.create_string_buffer(2048)  # VkPhysicalDeviceProperties; the name at byte 20
             self.vk.vkGetPhysicalDeviceProperties(c_void_p(handle), properties)
             if driver in properties.raw[20:276].partition(b"\0")[0].decode():
                 return c_void_p(handle)
@@ -136,16 +134,12 @@ class Gpu:
                 families=(c_uint32, 0), family_indices=(c_void_p, None),
             ),
         )  # fmt: skip
-        requirements = structure(
-            None, size=(c_uint64, 0), alignment=(c_uint64, 0), types=(c_uint32, 0)
-        )
+        requirements = structure(None, size=(c_uint64, 0), alignment=(c_uint64, 0), types=(c_uint32, 0))
         self.vk.vkGetBufferMemoryRequirements(self.device, buffer, ctypes.byref(requirements))
         types = requirements.types
         pointer_info = None
         if imported:
-            pointer_info = structure(
-                1000178000, handle_type=(c_uint32, HOST_ALLOCATION), pointer=(c_void_p, imported)
-            )
+            pointer_info = structure(1000178000, handle_type=(c_uint32, HOST_ALLOCATION), pointer=(c_void_p, imported))
             types &= self._types_of(imported)
         memory = self.make(
             "vkAllocateMemory",
@@ -170,24 +164,19 @@ class Gpu:
         return int(properties.types)
 
     def _memory_type(self, allowed: int) -> int:
-        properties = (
-            c_uint32 * 130
-        )()  # VkPhysicalDeviceMemoryProperties: a count, then pairs of flags and heap
+        properties = (c_uint32 * 130)()  # VkPhysicalDeviceMemoryProperties: a count, then pairs of flags and heap
         self.vk.vkGetPhysicalDeviceMemoryProperties(self.physical, properties)
         for index in range(properties[0]):
             if allowed & 1 << index and properties[1 + 2 * index] & HOST_COHERENT == HOST_COHERENT:
                 return index
         raise LookupError("no memory type that the host sees")
 
-    def run(
-        self, shader: Path, buffers: Sequence[c_void_p], constants: Sequence[int], groups: int
-    ) -> None:
+    def run(self, shader: Path, buffers: Sequence[c_void_p], constants: Sequence[int], groups: int) -> None:
         """Dispatch the shader over storage buffers, and wait."""
         code = shader.read_bytes()
         words = (c_uint32 * (len(code) // 4)).from_buffer_copy(code)
         module = self.create(
-            "ShaderModule",
-            structure(15, flags=(c_uint32, 0), size=(c_size_t, len(code)), code=(c_void_p, words)),
+            "ShaderModule", structure(15, flags=(c_uint32, 0), size=(c_size_t, len(code)), code=(c_void_p, words))
         )
         bindings = b"".join(
             bytes(structure(
@@ -263,38 +252,25 @@ class Gpu:
                 flags=(c_uint32, 0), sets=(c_uint32, 1), sizes=(c_uint32, 1), pool_sizes=(c_void_p, room),
             ),
         )  # fmt: skip
-        info = structure(
-            34, pool=(c_void_p, pool.value), count=(c_uint32, 1), layouts=(c_void_p, set_layouts)
-        )
+        info = structure(34, pool=(c_void_p, pool.value), count=(c_uint32, 1), layouts=(c_void_p, set_layouts))
         descriptors = c_void_p()
-        self.check(
-            "vkAllocateDescriptorSets", self.device, ctypes.byref(info), ctypes.byref(descriptors)
-        )
+        self.check("vkAllocateDescriptorSets", self.device, ctypes.byref(info), ctypes.byref(descriptors))
         for binding, buffer in enumerate(buffers):
-            whole = structure(
-                None,
-                buffer=(c_void_p, buffer.value),
-                offset=(c_uint64, 0),
-                size=(c_uint64, 2**64 - 1),
-            )
+            whole = structure(None, buffer=(c_void_p, buffer.value), offset=(c_uint64, 0), size=(c_uint64, 2**64 - 1))
             write = structure(
                 35,
                 target=(c_void_p, descriptors.value), binding=(c_uint32, binding), element=(c_uint32, 0),
                 count=(c_uint32, 1), kind=(c_uint32, STORAGE_DESCRIPTOR), images=(c_void_p, None),
                 buffers=(c_void_p, whole), texels=(c_void_p, None),
             )  # fmt: skip
-            self.vk.vkUpdateDescriptorSets(
-                self.device, c_uint32(1), ctypes.byref(write), c_uint32(0), None
-            )
+            self.vk.vkUpdateDescriptorSets(self.device, c_uint32(1), ctypes.byref(write), c_uint32(0), None)
         return descriptors
 
     def _commands(self) -> c_void_p:
         pool = self.create("CommandPool", structure(39, flags=(c_uint32, 0), family=(c_uint32, 0)))
         info = structure(40, pool=(c_void_p, pool.value), level=(c_uint32, 0), count=(c_uint32, 1))
         commands = c_void_p()
-        self.check(
-            "vkAllocateCommandBuffers", self.device, ctypes.byref(info), ctypes.byref(commands)
-        )
+        self.check("vkAllocateCommandBuffers", self.device, ctypes.byref(info), ctypes.byref(commands))
         return commands
 
     def read(self, memory: c_void_p, nbytes: int) -> bytes:

@@ -39,9 +39,7 @@ def edges(target: str) -> bytes:
 
 
 def by_torch(data: bytes, source: str, target: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=getattr(torch, source)).to(
-        getattr(torch, target)
-    )
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, source)).to(getattr(torch, target))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,9 +63,7 @@ def assert_as_torch(data: bytes, source: str, target: str) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_every_16_bit_value_and_many_others_are_cast_as_torch_does(
-    source: str, target: str
-) -> None:
+def test_every_16_bit_value_and_many_others_are_cast_as_torch_does(source: str, target: str) -> None:
     wide = source in ("float32", "float64")
     assert_as_torch(random_patterns(source) if wide else every_pattern(), source, target)
 
@@ -82,10 +78,7 @@ def test_values_halfway_between_two_are_cast_as_torch_does(source: str, target: 
     assert_as_torch(data, source, target)
 
 
-@given(
-    values=st.lists(st.floats(allow_nan=False), min_size=1),
-    target=st.sampled_from(FLOATS[:3]),
-)
+@given(values=st.lists(st.floats(allow_nan=False), min_size=1), target=st.sampled_from(FLOATS[:3]))
 def test_any_float64_is_cast_as_torch_does(values: list[float], target: str) -> None:
     assert_as_torch(np.array(values, "<f8").tobytes(), "float64", target)
 
@@ -113,12 +106,7 @@ def test_any_float64_is_cast_as_torch_does(values: list[float], target: str) -> 
         ("float32", "float16", 0x477FF000, 0x7C00),  # 65520: infinity
         ("float32", "bfloat16", 0x3F808000, 0x3F80),
         ("float32", "bfloat16", 0x3F818000, 0x3F82),
-        (
-            "float64",
-            "float16",
-            0x3FF0020000000001,
-            0x3C00,
-        ),  # 1 + 2**-11 + 2**-52 is 1 + 2**-11 first
+        ("float64", "float16", 0x3FF0020000000001, 0x3C00),  # 1 + 2**-11 + 2**-52 is 1 + 2**-11 first
         ("float16", "bfloat16", 0x0001, 0x3380),  # the smallest denormal, 2**-24
         ("float64", "float32", 0x8000000000000001, 0x80000000),
     ],
@@ -154,12 +142,8 @@ def cut(data: bytes, step: int) -> Iterator[bytes]:
         yield data[begin : begin + step]
 
 
-def stream(
-    source: str, target: str, *, nbytes: int, skip: int = 0, chunk_nbytes: int = 1 << 20
-) -> CastStream:
-    return CastStream(
-        BY_NAME[source], BY_NAME[target], skip=skip, nbytes=nbytes, chunk_nbytes=chunk_nbytes
-    )
+def stream(source: str, target: str, *, nbytes: int, skip: int = 0, chunk_nbytes: int = 1 << 20) -> CastStream:
+    return CastStream(BY_NAME[source], BY_NAME[target], skip=skip, nbytes=nbytes, chunk_nbytes=chunk_nbytes)
 
 
 def joined(chunks: Iterator[Chunk]) -> bytes:
@@ -169,9 +153,7 @@ def joined(chunks: Iterator[Chunk]) -> bytes:
 @pytest.mark.parametrize("chunk_nbytes", [1, 3, 7, 64])
 @pytest.mark.parametrize("step", [1, 3, 7, 8, 4096])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_elements_may_be_cut_anywhere(
-    source: str, target: str, step: int, chunk_nbytes: int
-) -> None:
+def test_elements_may_be_cut_anywhere(source: str, target: str, step: int, chunk_nbytes: int) -> None:
     data = np.random.default_rng(2).standard_normal(25).astype("<f8").tobytes()
     expected = bytes(cast_bytes(memoryview(data), BY_NAME[source], BY_NAME[target]))
     casting = stream(source, target, nbytes=len(expected), chunk_nbytes=chunk_nbytes)

@@ -15,9 +15,7 @@ from stream_pack.pipeline.adapt.cast_plan import cast_catalog, cast_rules, count
 MIB = 1 << 20
 
 
-def catalog(
-    *tensors: tuple[str, str, tuple[int, ...], int, int], storages_nbytes: int = 0
-) -> Catalog:
+def catalog(*tensors: tuple[str, str, tuple[int, ...], int, int], storages_nbytes: int = 0) -> Catalog:
     """From (name, dtype, shape, storage, start)."""
     builder = CatalogBuilder()
     for name, dtype, shape, storage, start in tensors:
@@ -61,31 +59,19 @@ def test_rules_come_as_text_as_a_sequence_or_as_a_mapping() -> None:
     assert cast_rules(None) == cast_rules(()) == ()
 
 
-@pytest.mark.parametrize(
-    "dtype", ["", "int8", "f8", "F16", "norm=", "float8_e4m3fn", torch.int8, np.int16, 3]
-)
+@pytest.mark.parametrize("dtype", ["", "int8", "f8", "F16", "norm=", "float8_e4m3fn", torch.int8, np.int16, 3])
 def test_what_is_no_float_to_cast_to_is_refused(dtype: object) -> None:
     with pytest.raises(OptionError, match="cannot cast to"):
         cast_rules(dtype)
 
 
 def test_the_first_rule_that_matches_a_name_counts() -> None:
-    before = catalog(
-        *((name, "float32", (2,), k, 0) for k, name in enumerate(["norm.w", "w", "Norm"]))
-    )
-    assert dtypes(cast(before, ["norm*=f64", "n*=f16", "w=f32", "bf16"])) == [
-        "float64",
-        "float32",
-        "bfloat16",
-    ]
+    before = catalog(*((name, "float32", (2,), k, 0) for k, name in enumerate(["norm.w", "w", "Norm"])))
+    assert dtypes(cast(before, ["norm*=f64", "n*=f16", "w=f32", "bf16"])) == ["float64", "float32", "bfloat16"]
 
 
 def test_only_floats_of_16_bits_and_more_are_cast() -> None:
-    others = [
-        dtype.name
-        for dtype in DTYPES
-        if dtype.name not in ("float16", "bfloat16", "float32", "float64")
-    ]
+    others = [dtype.name for dtype in DTYPES if dtype.name not in ("float16", "bfloat16", "float32", "float64")]
     before = catalog(*((name, name, (4, 2), k, 0) for k, name in enumerate(others)))
     after = cast(before, "f64")
     assert dtypes(after) == others
@@ -94,17 +80,11 @@ def test_only_floats_of_16_bits_and_more_are_cast() -> None:
 
 
 def test_lengths_follow_the_new_dtypes_and_empty_tensors_too() -> None:
-    before = catalog(
-        ("a", "float32", (3, 5), 0, 0), ("e", "float16", (0, 5), 0, 0), ("s", "float64", (), 1, 0)
-    )
+    before = catalog(("a", "float32", (3, 5), 0, 0), ("e", "float16", (0, 5), 0, 0), ("s", "float64", (), 1, 0))
     after = cast(before, "bf16")
     assert after.nbytes.tolist() == [30, 0, 2]
     assert dtypes(after) == ["bfloat16"] * 3
-    assert count_casts(after) == {
-        "float16 -> bfloat16": 1,
-        "float32 -> bfloat16": 1,
-        "float64 -> bfloat16": 1,
-    }
+    assert count_casts(after) == {"float16 -> bfloat16": 1, "float32 -> bfloat16": 1, "float64 -> bfloat16": 1}
 
 
 def test_tied_tensors_stay_tied_and_others_stay_apart() -> None:
@@ -137,9 +117,7 @@ def test_a_view_lies_in_its_cast_host_where_the_alignment_allows_it() -> None:
 
 
 def test_one_storage_cast_in_two_ways_is_stored_twice() -> None:
-    before = catalog(
-        ("a", "float32", (64,), 0, 0), ("b", "float32", (64,), 0, 0), storages_nbytes=256
-    )
+    before = catalog(("a", "float32", (64,), 0, 0), ("b", "float32", (64,), 0, 0), storages_nbytes=256)
     layout = plan(cast(before, ["a=f16"]), Policy())
     assert layout.index.buffer_nbytes.tolist() == [128, 256]
     assert (layout.unused_nbytes, layout.repeated_nbytes, layout.cast_nbytes) == (0, 256, -128)
@@ -171,9 +149,7 @@ def test_what_a_gathered_tensor_is_made_from_is_still_known() -> None:
 
 
 def test_what_a_cast_widens_is_no_blow_up() -> None:
-    before = catalog(
-        ("w", "float16", (MIB,), 0, 0), ("v", "float16", (MIB,), 0, 2), storages_nbytes=2 * MIB + 2
-    )
+    before = catalog(("w", "float16", (MIB,), 0, 0), ("v", "float16", (MIB,), 0, 2), storages_nbytes=2 * MIB + 2)
     layout = plan(cast(before, "f64"), Policy())  # 16 MiB of 2
     assert layout.cast_nbytes == 12 * MIB
 

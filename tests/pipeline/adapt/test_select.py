@@ -145,9 +145,7 @@ def test_two_tensors_that_would_get_one_name_are_refused_by_their_names() -> Non
 
 
 def test_a_collision_with_a_tensor_that_is_left_out_is_none() -> None:
-    after, _ = select(
-        catalog("a.w", "b.w"), Selection(exclude=("a.*",), renames=(Rename.parse(r"s/^.\.//"),))
-    )
+    after, _ = select(catalog("a.w", "b.w"), Selection(exclude=("a.*",), renames=(Rename.parse(r"s/^.\.//"),)))
     assert after.names == ("w",)
 
 

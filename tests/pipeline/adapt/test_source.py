@@ -21,22 +21,13 @@ from stream_pack.sources.memory.source import LiveSource
 from stream_pack.sources.safetensors import SafetensorsSource
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 from tests.support.torch_zips import saved
 from tests.writer.test_pack import ScriptedSource
 
 ADAPTATION = Adaptation(
     Selection(
-        exclude=("optimizer.*",),
-        renames=(Rename.parse(r"s/^module\.//"), Rename.parse("s/_/./g")),
-        order="name",
+        exclude=("optimizer.*",), renames=(Rename.parse(r"s/^module\.//"), Rename.parse("s/_/./g")), order="name"
     ),
     cast_rules({"*norm*": "f64", "*keep": "f32", "*": "bf16"}),
 )
@@ -83,9 +74,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 def expected_of(given: dict[str, torch.Tensor]) -> dict[str, Expected]:
     return {
-        name: Expected(
-            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor)
-        )
+        name: Expected(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_bytes(tensor))
         for name, tensor in given.items()
     }
 
@@ -121,9 +110,7 @@ class TestASafetensorsPipe(TestTensorsInMemory):
 
     @pytest.fixture
     def make(self) -> MakeSource:
-        data = safetensors.torch.save(
-            {name: tensor.contiguous() for name, tensor in apart().items()}
-        )
+        data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in apart().items()})
         return lambda: adapted(SafetensorsSource(pipe_stream(data, step=1)), ADAPTATION)
 
 
@@ -163,11 +150,7 @@ def test_cast_tied_tensors_share_bytes_and_the_report_adds_up(tmp_path: Path) ->
     report = stream_pack.convert(saved_file(tmp_path), tmp_path / "pack", dtype="bf16")
     with stream_pack.open(tmp_path / "pack") as pack:
         assert pack["module.w"].file_offset == pack["module.tied"].file_offset
-    assert report.casts == {
-        "float16 -> bfloat16": 2,
-        "float32 -> bfloat16": 5,
-        "float64 -> bfloat16": 2,
-    }
+    assert report.casts == {"float16 -> bfloat16": 2, "float32 -> bfloat16": 5, "float64 -> bfloat16": 2}
     # rows of w begin at byte 64 * 9 * 2 = 1152 of it, which is no multiple of 256: stored apart.
     assert report.repeated_nbytes == 6 * 9 * 4
     assert report.target_nbytes == (
@@ -202,10 +185,7 @@ def test_nothing_to_adapt_is_the_source_itself() -> None:
 def test_what_is_left_out_of_a_pipe_is_verified_all_the_same() -> None:
     data = bytearray(saved({"taken": torch.arange(9.0), "left out": torch.arange(1000.0)}))
     data[data.index(torch.arange(990.0, 999.0).numpy().tobytes())] ^= 1
-    source = adapted(
-        TorchZipSource(pipe_stream(bytes(data), step=4096)),
-        Adaptation(Selection(include=("taken",))),
-    )
+    source = adapted(TorchZipSource(pipe_stream(bytes(data), step=4096)), Adaptation(Selection(include=("taken",))))
     _, requests = requests_for(source.catalog)
     with pytest.raises(SourceChecksumError):
         collect(source, requests, options())
@@ -247,17 +227,13 @@ def test_a_refusal_closes_the_source_and_leaves_the_target_alone(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
 
 
-def test_sorting_a_pipe_into_a_stream_needs_a_spool_and_says_so_before_the_first_byte(
-    tmp_path: Path,
-) -> None:
+def test_sorting_a_pipe_into_a_stream_needs_a_spool_and_says_so_before_the_first_byte(tmp_path: Path) -> None:
     given = {"b": torch.arange(1000.0), "a": torch.arange(10.0)}
     out = io.BytesIO()
     with pytest.raises(LimitError, match="4000 bytes"):
         stream_pack.convert(Dribble(saved(given), step=1000), out, order="name")
     assert out.getvalue() == b""
-    report = stream_pack.convert(
-        Dribble(saved(given), step=1000), out, order="name", spool_dir=tmp_path
-    )
+    report = stream_pack.convert(Dribble(saved(given), step=1000), out, order="name", spool_dir=tmp_path)
     assert report.spool_nbytes == 4000
     stream_pack.convert(given, tmp_path / "pack", order="name")
     assert out.getvalue() == (tmp_path / "pack").read_bytes()
@@ -272,9 +248,7 @@ def test_rules_for_dtypes_match_the_names_that_the_source_has() -> None:
 
 
 def test_what_is_left_out_needs_no_spool(tmp_path: Path) -> None:
-    pipe = Dribble(
-        saved({"w": torch.arange(6.0), "t": torch.arange(6.0).reshape(2, 3).t()}), step=99
-    )
+    pipe = Dribble(saved({"w": torch.arange(6.0), "t": torch.arange(6.0).reshape(2, 3).t()}), step=99)
     out = io.BytesIO()
     report = stream_pack.convert(pipe, out, exclude="t", dtype="f16")
     assert report.spool_nbytes == 0

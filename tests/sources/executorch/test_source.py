@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 
 import stream_pack
-from stream_pack import (
-    FormatError,
-    LimitError,
-    StreamPackError,
-    UnsupportedCheckpointError,
-    UnsupportedTensorError,
-)
+from stream_pack import FormatError, LimitError, StreamPackError, UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.cli import main
 from stream_pack.pipeline.spool import Spool
 from stream_pack.reader.verify import verify
@@ -35,8 +29,7 @@ def npz(path: Path, names: Callable[[str], str] = str) -> dict[str, Expected]:
     """What an archive holds, in the order of the archive."""
     with np.load(path) as file:
         return {
-            names(name): Expected(file[name].dtype.name, file[name].shape, file[name].tobytes())
-            for name in file.files
+            names(name): Expected(file[name].dtype.name, file[name].shape, file[name].tobytes()) for name in file.files
         }
 
 
@@ -107,13 +100,7 @@ class TestDataFileInPipe(SourceSuite):
     def expected(self) -> dict[str, Expected]:
         # From its segments, which follow each other at multiples of 128 in the order of the names.
         data = (VECTORS / "ptd" / "mlp_portable.ptd").read_bytes()
-        shapes = {
-            "a.weight": (64, 32),
-            "a.bias": (64,),
-            "b.weight": (32, 64),
-            "b.bias": (32,),
-            "c.weight": (7, 32),
-        }
+        shapes = {"a.weight": (64, 32), "a.bias": (64,), "b.weight": (32, 64), "b.bias": (32,), "c.weight": (7, 32)}
         expected, at = {}, 640
         for name, shape in shapes.items():
             nbytes = 4 * int(np.prod(shape))
@@ -246,11 +233,7 @@ def test_a_ptd_that_loses_a_dim_order_is_warned_of(tmp_path: Path) -> None:
 
 def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
     data = program(
-        [Delegate(0, "VulkanBackend")],
-        [(0, 40), (40, 8)],
-        named=[Named("key", 1)],
-        base=1024,
-        segments_nbytes=48,
+        [Delegate(0, "VulkanBackend")], [(0, 40), (40, 8)], named=[Named("key", 1)], base=1024, segments_nbytes=48
     )
     (tmp_path / "program").write_bytes(data + b"VK00" * 12)
     report = stream_pack.convert(tmp_path / "program", tmp_path / "pack")
@@ -258,9 +241,7 @@ def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
     assert any("'VulkanBackend'" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("xnnpack/linear_dynamic_qcs8.0.xh00", 8), ("ptd/mlp_xnnpack.pte", 5)]
-)
+@pytest.mark.parametrize(("name", "count"), [("xnnpack/linear_dynamic_qcs8.0.xh00", 8), ("ptd/mlp_xnnpack.pte", 5)])
 def test_a_file_whose_constants_lie_elsewhere_says_so(name: str, count: int) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=f"{count} lie in other files"):
         stream_pack.convert(VECTORS / name, io.BytesIO())
@@ -289,9 +270,7 @@ def program_with_damaged_pack(place: int) -> bytes:
 
 @pytest.mark.parametrize("place", [5, 16384 - 1], ids=["magic", "locator"])
 @pytest.mark.parametrize("step", [0, 1, 7, 4096], ids=["file", "pipe-1", "pipe-7", "pipe-4096"])
-def test_a_pack_inside_a_program_that_lost_its_head_is_damage(
-    place: int, step: int, tmp_path: Path
-) -> None:
+def test_a_pack_inside_a_program_that_lost_its_head_is_damage(place: int, step: int, tmp_path: Path) -> None:
     data = program_with_damaged_pack(place)
     (tmp_path / "program").write_bytes(data)
     source = Dribble(data, step=step) if step else tmp_path / "program"

@@ -30,15 +30,11 @@ class Case:
     steps: tuple[int, ...] = (65536, 1)
 
 
-def packed(
-    what: str, tensors: Callable[[], Tensors], build: Build | None = None, **options: Any
-) -> Case:
+def packed(what: str, tensors: Callable[[], Tensors], build: Build | None = None, **options: Any) -> Case:
     """A checkpoint of these tensors; without ``build`` as ``torch.save`` writes them."""
     return Case(what, build or (lambda: saved(tensors())), tensors, options=options)
 
 
-def refused(
-    what: str, build: Build, refusal: str, *, steps: tuple[int, ...] = (65536, 1), **options: Any
-) -> Case:
+def refused(what: str, build: Build, refusal: str, *, steps: tuple[int, ...] = (65536, 1), **options: Any) -> Case:
     """A checkpoint that must not become a pack."""
     return Case(what, build, refusal=refusal, options=options, steps=steps)

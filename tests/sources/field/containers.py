@@ -93,8 +93,7 @@ def aligned() -> bytes:
 def wide_descriptors() -> bytes:
     """As torch writes records whose header lies past 4 GiB, however short they are."""
     return archive(
-        Member(f"archive/{name}", data, streamed=len(data) > 0, wide=len(data) > 0)
-        for name, data in parts().items()
+        Member(f"archive/{name}", data, streamed=len(data) > 0, wide=len(data) > 0) for name, data in parts().items()
     )
 
 

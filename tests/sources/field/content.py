@@ -169,9 +169,7 @@ def distributed(*, shard: bool) -> bytes:
     try:
         mesh = init_device_mesh("cpu", (2,))
         placement: Placement = Shard(0) if shard else Replicate()
-        return saved(
-            {"w": DTensor.from_local(torch.arange(4.0), mesh, [placement], run_check=False)}
-        )
+        return saved({"w": DTensor.from_local(torch.arange(4.0), mesh, [placement], run_check=False)})
     finally:
         dist.destroy_process_group()
 

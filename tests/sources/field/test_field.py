@@ -83,9 +83,7 @@ def test_the_older_format_makes_the_same_pack(case: Case, tmp_path: Path) -> Non
 
 
 @named(REFUSED)
-def test_what_is_refused_is_refused_every_way_and_leaves_nothing(
-    case: Case, tmp_path: Path
-) -> None:
+def test_what_is_refused_is_refused_every_way_and_leaves_nothing(case: Case, tmp_path: Path) -> None:
     data = case.build()
     source = tmp_path / "source"
     source.write_bytes(data)

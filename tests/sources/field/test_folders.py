@@ -76,9 +76,7 @@ FOLDERS: dict[str, Callable[[Path], Values]] = {
 
 
 @pytest.mark.parametrize("make", FOLDERS.values(), ids=FOLDERS)
-def test_a_folder_makes_the_pack_of_its_tensors(
-    make: Callable[[Path], Values], tmp_path: Path
-) -> None:
+def test_a_folder_makes_the_pack_of_its_tensors(make: Callable[[Path], Values], tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     values = make(folder)

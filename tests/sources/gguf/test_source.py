@@ -17,26 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_pack
-from stream_pack.errors import (
-    SourceError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-    UnsupportedTensorError,
-)
+from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.gguf import header as gguf_header
 from stream_pack.sources.gguf.source import GgufSource
 from stream_pack.sources.open import open_source
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    catalog_rows,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, catalog_rows, collect, options, requests_for
 from tests.support.damage import may_refuse
 
 PLAIN = {
@@ -75,14 +62,10 @@ def write(path: Path, *, alignment: int | None = None) -> Path:
     for kind in PLAIN:
         itemsize = gguf.GGML_QUANT_SIZES[kind][1]
         data = random_bytes(3, 2, 5 * itemsize)
-        writer.add_tensor(
-            f"plain.{kind.name}", data, raw_shape=(3, 2, 5 * itemsize), raw_dtype=kind
-        )
+        writer.add_tensor(f"plain.{kind.name}", data, raw_shape=(3, 2, 5 * itemsize), raw_dtype=kind)
     for kind in QUANTISED:
         row = 2 * gguf.GGML_QUANT_SIZES[kind][1]
-        writer.add_tensor(
-            f"blocks.{kind.name}", random_bytes(4, row), raw_shape=(4, row), raw_dtype=kind
-        )
+        writer.add_tensor(f"blocks.{kind.name}", random_bytes(4, row), raw_shape=(4, row), raw_dtype=kind)
     writer.add_tensor("vector", np.arange(3, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -147,9 +130,7 @@ def test_key_values_become_metadata_text_as_it_is_and_the_rest_as_json(written: 
     assert metadata["raw"].isascii()
 
 
-def test_blocks_keep_their_bytes_and_say_in_notes_what_they_are(
-    written: Path, tmp_path: Path
-) -> None:
+def test_blocks_keep_their_bytes_and_say_in_notes_what_they_are(written: Path, tmp_path: Path) -> None:
     stream_pack.convert(written, tmp_path / "out.pack")
     with open_source(tmp_path / "out.pack") as source:
         names, notes = source.catalog.names, source.catalog.notes
@@ -206,9 +187,7 @@ def info(name: str | bytes, dims: list[int], kind: int, offset: int) -> bytes:
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
 
-def made(
-    infos: list[bytes], pairs: list[bytes] | None = None, *, data: bytes = b"", version: int = 3
-) -> bytes:
+def made(infos: list[bytes], pairs: list[bytes] | None = None, *, data: bytes = b"", version: int = 3) -> bytes:
     """A file of these parts, its data at a multiple of 32."""
     pairs = pairs or []
     head = b"GGUF" + struct.pack("<IQQ", version, len(infos), len(pairs)) + b"".join(pairs + infos)
@@ -225,10 +204,7 @@ def read(source: GgufSource) -> dict[str, bytes]:
 
 
 def from_file_and_pipe(data: bytes, folder: Path) -> list[Callable[[], GgufSource]]:
-    return [
-        lambda: GgufSource(file_stream(data, folder)),
-        lambda: GgufSource(pipe_stream(data)),
-    ]
+    return [lambda: GgufSource(file_stream(data, folder)), lambda: GgufSource(pipe_stream(data))]
 
 
 TWO = [info("a", [3, 2], 24, 0), info("b", [2], 24, 32)]
@@ -237,25 +213,16 @@ DATA = b"abcdef" + bytes(26) + b"xy"
 
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("padding", [0, 7, 30])
-def test_dims_are_turned_round_and_the_last_padding_may_be_missing(
-    tmp_path: Path, version: int, padding: int
-) -> None:
-    for make in from_file_and_pipe(
-        made(TWO, data=DATA + bytes(padding), version=version), tmp_path
-    ):
+def test_dims_are_turned_round_and_the_last_padding_may_be_missing(tmp_path: Path, version: int, padding: int) -> None:
+    for make in from_file_and_pipe(made(TWO, data=DATA + bytes(padding), version=version), tmp_path):
         with make() as source:
-            assert catalog_rows(source.catalog) == [
-                ("a", "int8", (2, 3), 6),
-                ("b", "int8", (2,), 2),
-            ]
+            assert catalog_rows(source.catalog) == [("a", "int8", (2, 3), 6), ("b", "int8", (2,), 2)]
         assert read(make()) == {"a": b"abcdef", "b": b"xy"}
 
 
 def test_tensors_stand_by_offset_whatever_order_the_header_has(tmp_path: Path) -> None:
     scalar_and_empty = [info("e", [0], 0, 64), info("s", [], 24, 64)]
-    for make in from_file_and_pipe(
-        made([*scalar_and_empty, *reversed(TWO)], data=DATA + bytes(30) + b"s"), tmp_path
-    ):
+    for make in from_file_and_pipe(made([*scalar_and_empty, *reversed(TWO)], data=DATA + bytes(30) + b"s"), tmp_path):
         assert list(make().catalog.names) == ["a", "b", "e", "s"]
         assert read(make()) == {"a": b"abcdef", "b": b"xy", "e": b"", "s": b"s"}
 
@@ -376,9 +343,7 @@ def test_a_type_that_is_not_known_is_refused_by_name(tmp_path: Path, kind: int) 
             make()
 
 
-def test_a_header_longer_than_the_limit_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_longer_than_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = made(TWO, [pair(f"k{n}", 8, text("v" * 100)) for n in range(20)], data=DATA)
     monkeypatch.setattr(gguf_header, "MAX_HEADER_NBYTES", 1000)
     for make in from_file_and_pipe(data, tmp_path):

@@ -20,13 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack.errors import (
-    LimitError,
-    SourceError,
-    StateError,
-    StreamPackError,
-    UnsupportedTensorError,
-)
+from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
 from stream_pack.sources.memory import torch_tensors as live_torch
 from stream_pack.sources.memory.source import LiveSource
 from tests.sources.source_suite import (
@@ -83,10 +77,7 @@ def packed(tensors: Mapping[str, object], *, chunk_nbytes: int = 4096) -> dict[s
 def places(tensors: Mapping[str, object]) -> dict[str, tuple[int, int]]:
     """(storage, start) of every tensor."""
     catalog = LiveSource(tensors).catalog
-    return {
-        name: (int(catalog.storages[k]), int(catalog.starts[k]))
-        for k, name in enumerate(catalog.names)
-    }
+    return {name: (int(catalog.storages[k]), int(catalog.starts[k])) for k, name in enumerate(catalog.names)}
 
 
 def sample_tensors() -> dict[str, torch.Tensor]:
@@ -106,9 +97,7 @@ def sample_tensors() -> dict[str, torch.Tensor]:
         "reversed strides": torch.empty_strided((10, 3, 3, 3), (1, 10, 30, 90)).copy_(
             torch.arange(270.0).reshape(10, 3, 3, 3)
         ),
-        "channels_last": torch.arange(120.0)
-        .reshape(2, 3, 4, 5)
-        .to(memory_format=torch.channels_last),
+        "channels_last": torch.arange(120.0).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "conj": complex_base.conj(),
         "conj transposed": complex_base.reshape(3, 4).mH,
         "neg": complex_base.conj().imag,
@@ -156,9 +145,7 @@ class TestTensorsOfAnotherDevice(TestTorchTensors):
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "mps", "xpu", "hpu", "vulkan", "privateuseone:0"])
-def test_no_tensor_of_another_device_is_read_by_address(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_of_another_device_is_read_by_address(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pointer may well be one that can be read, of other bytes: nothing but a copy to the CPU will do."""
     to_host = torch.Tensor.cpu
     fetched: list[torch.Tensor] = []
@@ -218,11 +205,7 @@ class TestArrays(SourceSuite):
     @pytest.fixture
     def expected(self) -> dict[str, Expected]:
         def one(array: NDArray[Any]) -> Expected:
-            little = (
-                array.astype(array.dtype.newbyteorder("<"))
-                if array.dtype.kind in "biufc"
-                else array
-            )
+            little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.kind in "biufc" else array
             return Expected(array.dtype.name, array.shape, little.tobytes())
 
         return {name: one(array) for name, array in sample_arrays().items()}
@@ -312,27 +295,16 @@ def test_arrays_share_through_their_base_and_through_torch() -> None:
 
 def test_arrays_over_one_foreign_memory_share_it_where_they_overlap() -> None:
     memory = bytes(100)
-    arrays = {
-        "all": np.frombuffer(memory, np.uint8),
-        "tail": np.frombuffer(memory, np.uint8, offset=50),
-    }
+    arrays = {"all": np.frombuffer(memory, np.uint8), "tail": np.frombuffer(memory, np.uint8, offset=50)}
     assert places(arrays) == {"all": (0, 0), "tail": (0, 50)}
-    apart = {
-        "head": np.frombuffer(memory, np.uint8, count=50),
-        "tail": np.frombuffer(memory, np.uint8, offset=50),
-    }
+    apart = {"head": np.frombuffer(memory, np.uint8, count=50), "tail": np.frombuffer(memory, np.uint8, offset=50)}
     assert places(apart) == {"head": (0, 0), "tail": (1, 0)}
-    assert [LiveSource(tensors).catalog.storages_nbytes for tensors in (arrays, apart)] == [
-        100,
-        100,
-    ]
+    assert [LiveSource(tensors).catalog.storages_nbytes for tensors in (arrays, apart)] == [100, 100]
 
 
 def test_equal_transformations_of_equal_bytes_are_derived_once() -> None:
     w = torch.zeros(4, 6, dtype=torch.complex64)
-    source = LiveSource(
-        {"t": w.t(), "w": w, "t again": w.t(), "conj": w.conj(), "H": w.mH, "H again": w.mH}
-    )
+    source = LiveSource({"t": w.t(), "w": w, "t again": w.t(), "conj": w.conj(), "H": w.mH, "H again": w.mH})
     catalog = source.catalog
     assert catalog.storages.tolist() == [1, 0, 1, 2, 3, 3]
     assert catalog.derived == {1: (0, 0, 192), 2: (0, 0, 192), 3: (0, 0, 192)}
@@ -369,9 +341,7 @@ def twice(tensors: Mapping[str, torch.Tensor], tmp_path: Path) -> tuple[bytes, b
     return (tmp_path / "live").read_bytes(), (tmp_path / "converted").read_bytes()
 
 
-def test_tensors_and_their_checkpoint_make_the_same_pack_however_their_dims_cut_the_elements_up(
-    tmp_path: Path,
-) -> None:
+def test_tensors_and_their_checkpoint_make_the_same_pack_however_their_dims_cut_the_elements_up(tmp_path: Path) -> None:
     base, square = torch.arange(4096.0), torch.arange(64.0).reshape(8, 8)
     number, z = torch.tensor([5.0]), torch.arange(8).to(torch.complex64).reshape(2, 4)
     live, converted = twice(
@@ -482,14 +452,8 @@ def test_a_mapping_is_asked_for_each_value_once() -> None:
     assert lazy.asked == [str(k) for k in range(50)]
 
 
-@given(
-    data=st.data(),
-    shape=st.lists(st.integers(1, 4), max_size=4),
-    chunk_nbytes=st.integers(1, 40),
-)
-def test_any_strided_view_gives_its_elements(
-    data: st.DataObject, shape: list[int], chunk_nbytes: int
-) -> None:
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), max_size=4), chunk_nbytes=st.integers(1, 40))
+def test_any_strided_view_gives_its_elements(data: st.DataObject, shape: list[int], chunk_nbytes: int) -> None:
     strides = [data.draw(st.integers(0, 8)) for _ in shape]
     base = torch.arange(200, dtype=torch.int16)
     tensor = base.as_strided(shape, strides, 3)
@@ -609,15 +573,10 @@ class Subclass(torch.Tensor):
         (lambda: torch.eye(2).to_sparse_bsc((1, 1)), "sparse_bsc"),
         (lambda: torch.ones(2).to_mkldnn(), "_mkldnn"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
-        (
-            lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
-            "NestedTensor",
-        ),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "NestedTensor"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8), "quantized"),
         (
-            lambda: torch.quantize_per_channel(
-                torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8
-            ),
+            lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
             "quantized",
         ),
         (lambda: torch._efficientzerotensor((2,)), "placeholder for zeros"),
@@ -669,18 +628,14 @@ def test_a_dtensor_is_refused_by_name() -> None:
     ],
     ids=lambda array: str(array.dtype),
 )
-def test_an_array_whose_dtype_a_pack_has_no_name_for_is_refused_by_name(
-    array: NDArray[Any],
-) -> None:
+def test_an_array_whose_dtype_a_pack_has_no_name_for_is_refused_by_name(array: NDArray[Any]) -> None:
     with pytest.raises(UnsupportedTensorError, match=r"'layer\.weight'") as caught:
         LiveSource({"layer.weight": array})
     assert str(array.dtype) in str(caught.value)
     assert caught.value.tensor == "layer.weight"
 
 
-@pytest.mark.parametrize(
-    "value", [3.5, [1, 2], None, "text", np.float32(1), {"nested": 1}, np.ma.masked_array([1, 2])]
-)
+@pytest.mark.parametrize("value", [3.5, [1, 2], None, "text", np.float32(1), {"nested": 1}, np.ma.masked_array([1, 2])])
 def test_a_value_that_is_no_plain_tensor_is_refused_by_name_and_type(value: object) -> None:
     with pytest.raises(UnsupportedTensorError, match=type(value).__name__) as caught:
         LiveSource({"step": value})

@@ -38,15 +38,7 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.pack.source import PackSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    ranges,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, ranges, requests_for
 
 POLICY = Policy(alignment=Alignment(small=256, large=4096, large_nbytes=8192), block_nbytes=4096)
 METADATA = {"format": "pt", "é": "ü"}
@@ -73,12 +65,7 @@ def layout() -> Layout:
     builder = CatalogBuilder()
     for name, (dtype, shape, storage, start, _) in TENSORS.items():
         builder.add(
-            name,
-            BY_NAME[dtype],
-            shape,
-            storage=storage,
-            start=start,
-            notes=NOTES if name == "inside big" else None,
+            name, BY_NAME[dtype], shape, storage=storage, start=start, notes=NOTES if name == "inside big" else None
         )
     return plan(builder.build(storages_nbytes=0, metadata=METADATA), POLICY)
 
@@ -189,9 +176,7 @@ def test_a_damaged_block_is_named_with_its_tensors_and_bytes(
     begin = REGION + int(HEAD.index.buffer_offsets[buffer])
     first, last = 4096 * block, min(4096 * block + 4096, len(data))
     for make in open_both(flipped(PACK, begin + at), tmp_path):
-        with pytest.raises(
-            ChecksumError, match=f"tensor '{tensors[0]}'.*block {block} of"
-        ) as caught:
+        with pytest.raises(ChecksumError, match=f"tensor '{tensors[0]}'.*block {block} of") as caught:
             read(make)
         error = caught.value
         assert error.part == "block"
@@ -228,11 +213,7 @@ def test_whatever_is_wanted_of_a_file_comes_unless_a_block_of_it_is_damaged(
     wanted: list[tuple[int, int, int]], in_order: bool, chunk_nbytes: int, damaged_at: int | None
 ) -> None:
     data = PACK if damaged_at is None else flipped(PACK, REGION + damaged_at)
-    touched = {
-        block
-        for _, begin, n in wanted
-        for block in range(begin // 4096, (begin + n - 1) // 4096 + 1)
-    }
+    touched = {block for _, begin, n in wanted for block in range(begin // 4096, (begin + n - 1) // 4096 + 1)}
     with ExitStack() as stack:
         file = stack.enter_context(TemporaryFile())
         file.write(data)

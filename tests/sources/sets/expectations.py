@@ -19,9 +19,7 @@ __all__ = ["expected_of", "read", "read_path"]
 def expected_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Expected]:
     """Every tensor as torch has it."""
     return {
-        name: Expected(
-            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_torch_has_it(tensor)
-        )
+        name: Expected(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_torch_has_it(tensor))
         for name, tensor in tensors.items()
     }
 
@@ -32,9 +30,7 @@ def read(source: Source, *, chunk_nbytes: int = 1000) -> dict[str, bytes]:
         tensors, requests = requests_for(source.catalog)
         data = collect(source, requests, options(chunk_nbytes=chunk_nbytes, spool=Spool(None)))
         read = dict.fromkeys(source.catalog.names, b"")
-        return read | {
-            source.catalog.names[k]: bytes for k, bytes in zip(tensors, data, strict=True)
-        }
+        return read | {source.catalog.names[k]: bytes for k, bytes in zip(tensors, data, strict=True)}
 
 
 def read_path(path: Path) -> dict[str, bytes]:

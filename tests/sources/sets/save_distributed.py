@@ -56,9 +56,7 @@ def main(folder: str, whole: str) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         model = whole_model()
         state: dict[str, object] = {
-            name: distribute_tensor(tensor, mesh, [PLACEMENTS[name]])
-            if name in PLACEMENTS
-            else tensor
+            name: distribute_tensor(tensor, mesh, [PLACEMENTS[name]]) if name in PLACEMENTS else tensor
             for name, tensor in model.items()
         }
         state["step"] = 7

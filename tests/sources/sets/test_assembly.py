@@ -12,15 +12,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Chunk, Zeros
-from stream_pack.sources.sets.assembly import (
-    Box,
-    Part,
-    Rows,
-    assembled,
-    part_chunk_nbytes,
-    tiled,
-    trimmed,
-)
+from stream_pack.sources.sets.assembly import Box, Part, Rows, assembled, part_chunk_nbytes, tiled, trimmed
 
 
 def numbered(shape: tuple[int, ...], dtype: str = "<u2") -> NDArray[np.generic]:
@@ -80,9 +72,7 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
 
 
 @given(tilings(), st.sampled_from([1, 2, 7, 64, 4096]))
-def test_any_tiling_gives_back_the_whole(
-    tiling: tuple[tuple[int, ...], list[Box]], chunk_nbytes: int
-) -> None:
+def test_any_tiling_gives_back_the_whole(tiling: tuple[tuple[int, ...], list[Box]], chunk_nbytes: int) -> None:
     shape, boxes = tiling
     array = numbered(shape)
     assert put_together(array, boxes, chunk_nbytes=chunk_nbytes) == array.tobytes()
@@ -128,9 +118,7 @@ def test_parts_one_after_the_other_are_passed_on_without_a_copy() -> None:
 
 def test_ten_thousand_parts_are_planned_without_comparing_each_with_each() -> None:
     boxes = cut_at((10_000, 3), 0, *range(1, 10_000))
-    assert tiled("w", (10_000, 3), boxes[::-1], bits=8) == [
-        Rows(1, tuple((9_999 - k, 3) for k in range(10_000)))
-    ]
+    assert tiled("w", (10_000, 3), boxes[::-1], bits=8) == [Rows(1, tuple((9_999 - k, 3) for k in range(10_000)))]
 
 
 def test_a_gap_an_overlap_and_a_part_outside_are_told_apart() -> None:

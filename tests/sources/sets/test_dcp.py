@@ -17,18 +17,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    FileSystemWriter,
-    SerializationFormat,
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed_state
 
 import stream_pack
@@ -87,9 +78,7 @@ class TestTwoRanks(SourceSuite):
         assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
-def test_what_was_read_and_what_was_left_out_is_in_the_report(
-    two_ranks: Path, tmp_path: Path
-) -> None:
+def test_what_was_read_and_what_was_left_out_is_in_the_report(two_ranks: Path, tmp_path: Path) -> None:
     report = stream_pack.convert(two_ranks / "checkpoint", tmp_path / "out.pack")
     whole = torch.load(two_ranks / "whole.pt")
     assert report.source_kind == "torch.distributed checkpoint"
@@ -103,9 +92,7 @@ def test_what_was_read_and_what_was_left_out_is_in_the_report(
                    for name in whole if whole[name].ndim)  # fmt: skip
 
 
-def test_by_name_the_pack_is_that_of_the_whole_model_byte_for_byte(
-    two_ranks: Path, tmp_path: Path
-) -> None:
+def test_by_name_the_pack_is_that_of_the_whole_model_byte_for_byte(two_ranks: Path, tmp_path: Path) -> None:
     stream_pack.convert(two_ranks / "checkpoint", tmp_path / "ranks.pack", order="name")
     stream_pack.convert(two_ranks / "whole.pt", tmp_path / "whole.pack", order="name")
     assert (tmp_path / "ranks.pack").read_bytes() == (tmp_path / "whole.pack").read_bytes()
@@ -117,9 +104,7 @@ def test_a_folder_without_its_metadata_was_not_finished(copy: Path) -> None:
         open_source(copy)
 
 
-def test_a_shard_that_is_missing_or_cut_short_is_named_before_a_byte_is_written(
-    copy: Path,
-) -> None:
+def test_a_shard_that_is_missing_or_cut_short_is_named_before_a_byte_is_written(copy: Path) -> None:
     shard = copy / "__1_0.distcp"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1])
@@ -148,9 +133,7 @@ def test_damage_names_the_file_and_the_tensor(copy: Path, tmp_path: Path) -> Non
 def save(state: Mapping[str, Any], folder: Path, **options: Any) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it saves in a single process
-        save_distributed_state(
-            dict(state), storage_writer=FileSystemWriter(folder, **options), no_dist=True
-        )
+        save_distributed_state(dict(state), storage_writer=FileSystemWriter(folder, **options), no_dist=True)
     return folder
 
 
@@ -193,19 +176,12 @@ def test_shards_that_the_metadata_does_not_name_are_mentioned(tmp_path: Path) ->
         assert not any("does not name" in remark for remark in source.traits.remarks)
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
     with open_source(folder) as source:
-        assert (
-            "shards that .metadata does not name were left out, 1 in all"
-            in source.traits.remarks[-1]
-        )
+        assert "shards that .metadata does not name were left out, 1 in all" in source.traits.remarks[-1]
         assert "'__1_0.distcp'" in source.traits.remarks[-1]
 
 
-@pytest.mark.parametrize(
-    "keys", [("model", "state_dict"), ("generator", "discriminator"), ("optimizer",)]
-)
-def test_several_state_dicts_are_never_guessed_between(
-    tmp_path: Path, keys: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("keys", [("model", "state_dict"), ("generator", "discriminator"), ("optimizer",)])
+def test_several_state_dicts_are_never_guessed_between(tmp_path: Path, keys: tuple[str, ...]) -> None:
     save(dict.fromkeys(keys, MODEL), tmp_path)
     with pytest.raises(UnsupportedCheckpointError, match="nested below|several") as caught:
         open_source(tmp_path)
@@ -215,16 +191,12 @@ def test_several_state_dicts_are_never_guessed_between(
 def test_a_tensor_beside_a_nested_dict_is_not_dropped_silently(tmp_path: Path) -> None:
     save({"model": MODEL, "extra": torch.ones(1)}, tmp_path)
     with open_source(tmp_path) as source:
-        assert source.traits.remarks == (
-            "took the tensors below 'model', and left out the tensors below 'extra'",
-        )
+        assert source.traits.remarks == ("took the tensors below 'model', and left out the tensors below 'extra'",)
 
 
 def test_safetensors_inside_the_shards_are_refused(tmp_path: Path) -> None:
     save(MODEL, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    with pytest.raises(
-        SourceError, match="but a safetensors file; a checkpoint saved in another format"
-    ):
+    with pytest.raises(SourceError, match="but a safetensors file; a checkpoint saved in another format"):
         open_source(tmp_path)
 
 
@@ -371,25 +343,15 @@ def test_a_dtype_that_no_pack_holds_is_refused_by_name(tmp_path: Path) -> None:
 def test_two_chunks_along_two_dims_are_put_together(tmp_path: Path) -> None:
     """As a mesh of 2 x 2 would have saved them: the chunks of one save, joined to one tensor on paper."""
     whole = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
-    quarters = {
-        (0, 0): whole[:3, :4],
-        (0, 4): whole[:3, 4:],
-        (3, 0): whole[3:, :4],
-        (3, 4): whole[3:, 4:],
-    }
+    quarters = {(0, 0): whole[:3, :4], (0, 4): whole[:3, 4:], (3, 0): whole[3:, :4], (3, 4): whole[3:, 4:]}
     save({str(at): part.clone() for at, part in quarters.items()}, tmp_path)
     metadata = metadata_of(tmp_path)
     first = metadata.state_dict_metadata[str((0, 0))]
     assert isinstance(first, TensorStorageMetadata)
-    chunks = [
-        ChunkStorageMetadata(torch.Size(at), part.shape) for at, part in reversed(quarters.items())
-    ]
+    chunks = [ChunkStorageMetadata(torch.Size(at), part.shape) for at, part in reversed(quarters.items())]
     entry = TensorStorageMetadata(first.properties, whole.shape, chunks)
     data = {MetadataIndex("w", at): place_of(metadata, str(at)) for at in quarters}
-    rewrite(
-        tmp_path,
-        replace(metadata, state_dict_metadata={"w": entry}, storage_data=data, planner_data=None),
-    )
+    rewrite(tmp_path, replace(metadata, state_dict_metadata={"w": entry}, storage_data=data, planner_data=None))
     assert read_path(tmp_path) == {"w": whole.numpy().tobytes()}
 
 
@@ -444,9 +406,7 @@ def test_metadata_cut_at_any_byte_is_refused(small: Path, tmp_path: Path) -> Non
         assert outcome(folder) is None, nbytes
 
 
-def test_a_flipped_bit_in_the_metadata_never_gives_another_error_or_wrong_shape(
-    small: Path, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_in_the_metadata_never_gives_another_error_or_wrong_shape(small: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(small, tmp_path / "copy"))
     data = (small / ".metadata").read_bytes()
     values = {MODEL["w"].numpy().tobytes()}

@@ -13,22 +13,11 @@ import safetensors.torch
 import torch
 
 import stream_pack
-from stream_pack.errors import (
-    SourceChecksumError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import SourceChecksumError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.open import open_source
 from tests.sources.sets.expectations import expected_of, read_path
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 
 SHARDS = ("model-00001-of-00002", "model-00002-of-00002")
 
@@ -106,9 +95,7 @@ class TestBinShards(SourceSuite):
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
-def test_buffers_of_both_shards_in_turn_come_in_the_order_asked_for(
-    tmp_path: Path, jobs: int
-) -> None:
+def test_buffers_of_both_shards_in_turn_come_in_the_order_asked_for(tmp_path: Path, jobs: int) -> None:
     for index in (write_safetensors(tmp_path), write_bin(tmp_path)):
         with open_source(index) as source:
             names = source.catalog.names
@@ -193,9 +180,7 @@ def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:
     assert len(read_path(snapshot)) == 6
 
 
-@pytest.mark.parametrize(
-    "file", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "\ud800", "a\\b", 7, None]
-)
+@pytest.mark.parametrize("file", ["../secret", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "\ud800", "a\\b", 7, None])
 def test_an_index_can_name_nothing_outside_its_folder(tmp_path: Path, file: object) -> None:
     """onnx#3991, onnx#6959: a file named by data was read from anywhere."""
     index = write_index(tmp_path / "m.index.json", {"w": file})
@@ -244,9 +229,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str, why: str) -
         open_source(index)
 
 
-def test_an_index_that_is_too_long_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = write_safetensors(tmp_path)
     monkeypatch.setattr("stream_pack.sources.sets.hugging_face.MAX_INDEX_NBYTES", 100)
     with pytest.raises(UnsupportedCheckpointError, match="longer than 100 bytes"):
@@ -277,9 +260,7 @@ def test_shards_of_a_distributed_save_are_refused(tmp_path: Path) -> None:
         open_source(index)
 
 
-def test_files_stand_in_the_order_of_their_names_whatever_order_the_index_has(
-    tmp_path: Path,
-) -> None:
+def test_files_stand_in_the_order_of_their_names_whatever_order_the_index_has(tmp_path: Path) -> None:
     index = write_safetensors(tmp_path)
     weight_map = json.loads(index.read_text())["weight_map"]
     with open_source(index) as source:
@@ -326,9 +307,7 @@ def write_compressed(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return write_index(folder / "m.index.json", weight_map), tensors | {"d": torch.ones(3)}
 
 
-def test_a_compressed_shard_that_comes_in_its_own_order_is_spooled_for_a_stream(
-    tmp_path: Path,
-) -> None:
+def test_a_compressed_shard_that_comes_in_its_own_order_is_spooled_for_a_stream(tmp_path: Path) -> None:
     index, _ = write_compressed(tmp_path)
     stream_pack.convert(index, tmp_path / "file.pack")
     with open(tmp_path / "stream.pack", "wb", buffering=0) as out:

@@ -12,31 +12,12 @@ import safetensors.torch
 import torch
 
 import stream_pack
-from stream_pack.errors import (
-    LimitError,
-    SourceChecksumError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import LimitError, SourceChecksumError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.sources.open import open_source
 from tests.sources.sets.expectations import expected_of, read_path
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 
-PARAMS = {
-    "dim": 16,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "n_layers": 2,
-    "vocab_size": 24,
-    "norm_eps": 1e-5,
-}
+PARAMS = {"dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": 24, "norm_eps": 1e-5}
 HIDDEN = 40
 
 # The rule, as Meta's own models have it: which dim each kind of weight is cut along; None: every shard has it.
@@ -63,9 +44,7 @@ def whole_model(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
             f"layers.{n}.ffn_norm.weight": (16,),
         }
     shapes["output.weight"] = (24, 16)
-    model = {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
-    }
+    model = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     return model | {"rope.freqs": torch.randn(2, generator=generator)}
 
 
@@ -84,14 +63,11 @@ def cut(
 
 def contiguous(parts: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     return [
-        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in part.items()}
-        for part in parts
+        {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in part.items()} for part in parts
     ]
 
 
-def write(
-    folder: Path, parts: list[dict[str, torch.Tensor]], params: Mapping[str, object] = PARAMS
-) -> Path:
+def write(folder: Path, parts: list[dict[str, torch.Tensor]], params: Mapping[str, object] = PARAMS) -> Path:
     folder.mkdir(exist_ok=True)
     for number, part in enumerate(parts):
         torch.save(part, folder / f"consolidated.{number:02}.pth")
@@ -181,9 +157,7 @@ def test_tensors_tied_in_every_shard_stay_tied(tmp_path: Path) -> None:
     assert report.tied == 1
 
 
-def test_shards_that_are_safetensors_by_another_name_are_read_as_what_they_are(
-    tmp_path: Path,
-) -> None:
+def test_shards_that_are_safetensors_by_another_name_are_read_as_what_they_are(tmp_path: Path) -> None:
     parts = contiguous(cut(whole_model(), 2, LLAMA_2))
     write(tmp_path, parts)
     for number, part in enumerate(parts):
@@ -215,25 +189,16 @@ def in_both(name: str, tensor: torch.Tensor) -> Callable[[Shards], object]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (
-            lambda p: p.pop(),
-            r"'tok_embeddings.weight' make up the shape \[24, 8\], and params.json says \[24, 16\]",
-        ),
+        (lambda p: p.pop(), r"'tok_embeddings.weight' make up the shape \[24, 8\], and params.json says \[24, 16\]"),
         (lambda p: p[1].pop("norm.weight"), "differ in the tensors 'norm.weight'"),
         (lambda p: p[0].pop("norm.weight"), "differ in the tensors 'norm.weight'"),
-        (
-            in_second("norm.weight", torch.ones(16)),
-            "different dtypes in the shards: bfloat16, float32",
-        ),
+        (in_second("norm.weight", torch.ones(16)), "different dtypes in the shards: bfloat16, float32"),
         (in_second("norm.weight", bf16(8)), "shapes that do not go together"),
         (in_second("output.weight", bf16(12, 8)), "shapes that do not go together"),
         (in_second("output.weight", bf16(13, 16)), r"'output.weight' make up the shape \[25, 16\]"),
         (in_both("gate.weight", bf16(2, 2)), "'gate.weight', of shape .* is not known"),
         (in_both("layers.0.attention.wq.weight", bf16(8)), "is not known"),
-        (
-            in_both("layers.0.attention.wk.weight", bf16(16, 16)),
-            r"make up the shape \[32, 16\], .* says \[8, 16\]",
-        ),
+        (in_both("layers.0.attention.wk.weight", bf16(16, 16)), r"make up the shape \[32, 16\], .* says \[8, 16\]"),
     ],
 )
 def test_shards_that_do_not_go_together_are_refused_before_a_byte_is_written(
@@ -248,9 +213,7 @@ def test_shards_that_do_not_go_together_are_refused_before_a_byte_is_written(
 
 def test_a_missing_shard_of_llama_3_is_seen_in_the_vocabulary(tmp_path: Path) -> None:
     parts = contiguous(cut(whole_model(), 4, LLAMA_3))[:3]
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"\[18, 16\], and params.json says \[24, 16\]"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"\[18, 16\], and params.json says \[24, 16\]"):
         open_source(write(tmp_path, parts))
 
 
@@ -271,17 +234,13 @@ def test_a_gap_among_the_shards_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "rope.freqs"])
-def test_replicated_tensors_that_differ_are_refused_and_the_target_is_as_before(
-    tmp_path: Path, name: str
-) -> None:
+def test_replicated_tensors_that_differ_are_refused_and_the_target_is_as_before(tmp_path: Path, name: str) -> None:
     parts = contiguous(cut(whole_model(), 2, LLAMA_2))
     parts[1][name][-1] += 1
     folder = write(tmp_path / "ckpt", parts)
     target = tmp_path / "out.pack"
     target.write_bytes(b"before")
-    with pytest.raises(
-        UnsupportedCheckpointError, match=f"{name}' should be the same in every shard"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=f"{name}' should be the same in every shard"):
         stream_pack.convert(folder, target, chunk_nbytes=3)
     assert target.read_bytes() == b"before"
 
@@ -313,15 +272,11 @@ def test_damage_in_a_tensor_that_nobody_wants_is_found_all_the_same(tmp_path: Pa
     shard.write_bytes(data)
     with open_source(tmp_path) as source:
         _, requests = requests_for(source.catalog, [source.catalog.names.index("norm.weight")])
-        with pytest.raises(
-            SourceChecksumError, match=r"^'consolidated\.01\.pth': .*output\.weight"
-        ):
+        with pytest.raises(SourceChecksumError, match=r"^'consolidated\.01\.pth': .*output\.weight"):
             collect(source, requests, options())
 
 
-def test_a_compressed_shard_is_refused_because_it_cannot_wait_for_the_others(
-    tmp_path: Path,
-) -> None:
+def test_a_compressed_shard_is_refused_because_it_cannot_wait_for_the_others(tmp_path: Path) -> None:
     write(tmp_path, contiguous(cut(whole_model(), 2, LLAMA_2)))
     shard = tmp_path / "consolidated.01.pth"
     with zipfile.ZipFile(shard) as plain:

@@ -99,9 +99,7 @@ def test_a_folder_that_was_extended_has_all_samples(tmp_path: Path) -> None:
     assert read_path(tmp_path / "a") == {"data": random(2, 3).tobytes() + random(4, 3).tobytes()}
 
 
-def test_single_numbers_are_scalars_whether_or_not_the_other_samples_have_dims(
-    tmp_path: Path,
-) -> None:
+def test_single_numbers_are_scalars_whether_or_not_the_other_samples_have_dims(tmp_path: Path) -> None:
     mixed = [np.float32(3), np.ones((2, 3), np.float32)]
     flat = [np.float32(3), np.empty(0, np.float32), np.ones(2, np.float32)]
     for name, arrays in (("mixed", mixed), ("flat", flat)):
@@ -121,9 +119,7 @@ def test_an_array_of_no_elements_keeps_its_shape(tmp_path: Path, shape: tuple[in
 def test_a_folder_of_strings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s/type.ninja").write_text("string")  # as StringsMmap.from_strings does
-    with pytest.raises(
-        UnsupportedCheckpointError, match="type 'string', which does not hold arrays"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match="type 'string', which does not hold arrays"):
         open_source(tmp_path / "s")
 
 

@@ -59,9 +59,7 @@ def test_a_folder_is_what_it_holds(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_converting_a_folder_loads_neither_torch_nor_safetensors(
-    make: Make, tmp_path: Path
-) -> None:
+def test_converting_a_folder_loads_neither_torch_nor_safetensors(make: Make, tmp_path: Path) -> None:
     make(tmp_path)
     program = (
         "import sys, stream_pack\n"
@@ -98,19 +96,10 @@ def test_of_two_indexes_the_one_that_is_named_is_taken(tmp_path: Path) -> None:
 def test_an_unknown_folder_says_what_was_looked_for_and_what_it_has_instead(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpointError) as caught:
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
-    for looked_for in (
-        "index.json",
-        "consolidated.NN.pth",
-        "params.json",
-        ".metadata",
-        ".distcp",
-        "type.ninja",
-    ):
+    for looked_for in ("index.json", "consolidated.NN.pth", "params.json", ".metadata", ".distcp", "type.ninja"):
         assert looked_for in str(caught.value)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': name the file"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': name the file"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
@@ -124,9 +113,7 @@ def test_an_unknown_folder_says_what_was_looked_for_and_what_it_has_instead(tmp_
         (llama, "params.json"),
     ],
 )
-def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(
-    make: Make, name: str, tmp_path: Path
-) -> None:
+def test_a_fifo_in_the_place_of_a_file_is_refused_and_not_waited_for(make: Make, name: str, tmp_path: Path) -> None:
     make(tmp_path)
     (tmp_path / name).unlink()
     os.mkfifo(tmp_path / name)
@@ -142,9 +129,7 @@ def test_metadata_whose_shards_are_all_gone_says_so(tmp_path: Path) -> None:
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
-def test_a_hidden_file_beside_a_checkpoint_does_not_make_it_a_distributed_one(
-    tmp_path: Path,
-) -> None:
+def test_a_hidden_file_beside_a_checkpoint_does_not_make_it_a_distributed_one(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_text("of another program")
     (tmp_path / "model.pt").write_bytes(b"")
     with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.pt'"):

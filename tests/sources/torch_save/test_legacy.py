@@ -12,34 +12,16 @@ import pytest
 import torch
 
 import stream_pack
-from stream_pack.errors import (
-    SourceError,
-    TruncatedSourceError,
-    UnsupportedCheckpointError,
-)
+from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.open import open_source
 from stream_pack.sources.torch_save.legacy import LegacyTorchSource
 from tests.sources.byte_sources import file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 from tests.sources.torch_save.test_zip import expected_of, random_bits
-from tests.support.damage import (
-    UNREADABLE,
-    assert_refusal,
-    check_each,
-    cut,
-    may_refuse,
-    two_bits_of_each_byte,
-)
+from tests.support.damage import UNREADABLE, assert_refusal, check_each, cut, may_refuse, two_bits_of_each_byte
 from tests.support.torch_zips import as_torch_has_it
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -71,9 +53,7 @@ def everything() -> dict[str, torch.Tensor]:
         "parameter": torch.nn.Parameter(torch.ones(2, 3)),
         "u32": random_bits(torch.uint32, 4),
         # The channels of facenet's first network: strides that rise.
-        "reversed": torch.empty_strided((10, 3, 3, 3), (1, 10, 30, 90)).copy_(
-            torch.arange(270.0).reshape(10, 3, 3, 3)
-        ),
+        "reversed": torch.empty_strided((10, 3, 3, 3), (1, 10, 30, 90)).copy_(torch.arange(270.0).reshape(10, 3, 3, 3)),
     }
 
 
@@ -116,9 +96,7 @@ def read(source: Source, spool: Spool | None = None) -> dict[str, bytes]:
         catalog = source.catalog
         tensors, requests = requests_for(catalog)
         data = collect(source, requests, options(spool=spool))
-        return dict.fromkeys(catalog.names, b"") | {
-            catalog.names[k]: d for k, d in zip(tensors, data)
-        }
+        return dict.fromkeys(catalog.names, b"") | {catalog.names[k]: d for k, d in zip(tensors, data)}
 
 
 def wanted(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
@@ -157,13 +135,7 @@ def text(value: str) -> bytes:
 def old_file(value: bytes, storages: dict[str, bytes], *, itemsize: int = 4) -> bytes:
     """``value``: the opcodes of a pickle, as Python 2 with protocol 2 had them."""
     data = pickle.dumps(MAGIC, 2) + pickle.dumps(1001, 2)
-    data += (
-        b"\x80\x02}q\0("
-        + text("little_endian")
-        + b"\x88"
-        + text("protocol_version")
-        + b"M\xe9\x03u."
-    )
+    data += b"\x80\x02}q\0(" + text("little_endian") + b"\x88" + text("protocol_version") + b"M\xe9\x03u."
     data += b"\x80\x02" + value + b"."
     data += b"\x80\x02](" + b"".join(map(text, storages)) + b"e."
     for payload in storages.values():
@@ -236,9 +208,7 @@ def test_another_magic_number_or_version_is_refused(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize("keys", [{}, {"44": FLOATS, "45": FLOATS}, {"45": FLOATS}])
-def test_keys_that_are_not_those_of_the_tensors_are_refused(
-    opened: Opened, keys: dict[str, bytes]
-) -> None:
+def test_keys_that_are_not_those_of_the_tensors_are_refused(opened: Opened, keys: dict[str, bytes]) -> None:
     with pytest.raises(UnsupportedCheckpointError, match="lists . storages"):
         opened(old_file(b"}" + text("w") + old_tensor("44", 8, 8) + b"s", keys))
 

@@ -60,9 +60,7 @@ def values(source: Source) -> dict[str, float]:
     with source:
         _, requests = requests_for(source.catalog)
         data = collect(source, requests, options())
-        return {
-            name: float(np.frombuffer(d, "<f4")[0]) for name, d in zip(source.catalog.names, data)
-        }
+        return {name: float(np.frombuffer(d, "<f4")[0]) for name, d in zip(source.catalog.names, data)}
 
 
 def one(value: float) -> torch.Tensor:
@@ -134,10 +132,7 @@ def test_an_optimizer_is_never_taken_by_the_rule(opened: Open) -> None:
 def test_models_nested_twice_are_found(opened: Open) -> None:
     source = opened({"model": {"state_dict": {"a": one(1)}, "optimizer": {"b": one(2)}}})
     assert values(source) == {"a": 1}
-    assert (
-        "below 'model.state_dict', and left out the tensors below 'optimizer'"
-        in source.traits.remarks[0]
-    )
+    assert "below 'model.state_dict', and left out the tensors below 'optimizer'" in source.traits.remarks[0]
 
 
 def test_a_flat_dict_is_taken_whole_whatever_its_keys_are(opened: Open) -> None:
@@ -147,9 +142,7 @@ def test_a_flat_dict_is_taken_whole_whatever_its_keys_are(opened: Open) -> None:
 
 
 def test_below_the_model_nested_dicts_become_dotted_names(opened: Open) -> None:
-    model = OrderedDict(
-        encoder=OrderedDict(w=one(1), layers=[{"b": one(2)}, (one(3), None)]), head=one(4), n=5
-    )
+    model = OrderedDict(encoder=OrderedDict(w=one(1), layers=[{"b": one(2)}, (one(3), None)]), head=one(4), n=5)
     source = opened({"state_dict": model})
     assert values(source) == {
         "encoder.w": 1, "encoder.layers.0.b": 2, "encoder.layers.1.0": 3, "head": 4,
@@ -177,9 +170,7 @@ KEYS: list[tuple[Key, dict[str, float]]] = [
 
 
 @pytest.mark.parametrize(("key", "expected"), KEYS, ids=[str(key) for key, _ in KEYS])
-def test_a_key_reaches_what_stands_under_it(
-    opened: Open, key: Key, expected: dict[str, float]
-) -> None:
+def test_a_key_reaches_what_stands_under_it(opened: Open, key: Key, expected: dict[str, float]) -> None:
     checkpoint = {
         "a": {"b": one(1), "c": {"d": one(2), "e": [one(3), one(4)]}},
         "x.y": {"w": one(5)},
@@ -204,23 +195,15 @@ def test_a_whole_checkpoint_can_be_taken(opened: Open) -> None:
     assert values(opened(({"w": one(1)}, 7), "0")) == {"w": 1}
 
 
-@pytest.mark.parametrize(
-    "key", ["c", "a.c", "a.b.c", "a.1", ["a.b", "w"], "1", "a.", "list.01", "list.2"]
-)
+@pytest.mark.parametrize("key", ["c", "a.c", "a.b.c", "a.1", ["a.b", "w"], "1", "a.", "list.01", "list.2"])
 def test_a_key_that_is_not_there_is_refused_with_those_that_are(opened: Open, key: Key) -> None:
     checkpoint = {"a": {"b": {"w": one(1)}}, "list": [one(1), one(2)]}
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"nothing under the key .*its keys: 'a', 'list'"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"nothing under the key .*its keys: 'a', 'list'"):
         opened(checkpoint, key)
 
 
 def test_a_key_of_what_holds_no_names_is_refused(opened: Open) -> None:
-    for key, message in (
-        ("w", "single tensor"),
-        ("n", "3, not a dict"),
-        ("d", "no tensors below 'd'"),
-    ):
+    for key, message in (("w", "single tensor"), ("n", "3, not a dict"), ("d", "no tensors below 'd'")):
         with pytest.raises(UnsupportedCheckpointError, match=message):
             opened({"w": one(1), "n": 3, "d": {"x": 1}}, key)
 
@@ -304,9 +287,7 @@ def test_a_placeholder_is_never_a_tensor_nor_a_dict(opened: Open) -> None:
         {"model": Obj(one(2))},
     ],
 )
-def test_what_stands_in_an_object_does_not_make_a_flat_dict_nested(
-    opened: Open, beside: dict[str, object]
-) -> None:
+def test_what_stands_in_an_object_does_not_make_a_flat_dict_nested(opened: Open, beside: dict[str, object]) -> None:
     source = opened({"w": one(1), **beside}, ignore_unknown=True)
     assert values(source) == {"w": 1}
     assert "the tensors inside them (1)" in source.traits.remarks[-1]
@@ -326,18 +307,14 @@ def test_a_number_is_a_key_of_a_dict_as_it_is_of_a_list(opened: Open) -> None:
 
 def test_a_known_object_that_holds_a_tensor_is_refused_or_left_out(opened: Open) -> None:
     checkpoint = {"a": {"c": Counter({"x": one(1)}), "d": deque([one(2)]), "w": one(3)}}
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"below 'a\.c' \(a 'collections\.Counter'\)"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"below 'a\.c' \(a 'collections\.Counter'\)"):
         opened(checkpoint, ".")
     source = opened(checkpoint, ".", ignore_unknown=True)
     assert values(source) == {"a.w": 3}
     assert "the tensors inside them (2)" in source.traits.remarks[0]
 
 
-def test_a_tensor_that_cannot_be_packed_is_refused_though_unknown_objects_are_ignored(
-    opened: Open,
-) -> None:
+def test_a_tensor_that_cannot_be_packed_is_refused_though_unknown_objects_are_ignored(opened: Open) -> None:
     checkpoint = {"model": {"w": one(1), "q": torch.empty(2, device="meta")}}
     with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'q' is on the meta device"):
         opened(checkpoint, ignore_unknown=True)
@@ -374,9 +351,7 @@ def test_a_dict_that_holds_itself_is_refused() -> None:
         pickled(b"}q\1" + text("w") + tensor() + b"s" + text("k") + b"h\1s", ".")
     with pytest.raises(UnsupportedCheckpointError):
         pickled(b"}q\1" + text("w") + tensor() + b"s" + text("model") + b"h\1s")
-    empty = pickled(
-        b"}q\1" + text("w") + tensor() + b"s" + text("k") + b"}q\2" + text("k") + b"h\2ss", "."
-    )
+    empty = pickled(b"}q\1" + text("w") + tensor() + b"s" + text("k") + b"}q\2" + text("k") + b"h\2ss", ".")
     assert empty.catalog.names == ("w",)
 
 
@@ -443,9 +418,7 @@ def test_a_source_that_nests_nothing_has_one_row(tmp_path: Path) -> None:
     assert (flat.path, flat.kind, flat.tensors, flat.chosen) == ((), "dict", 1, True)
 
 
-def test_sharing_without_end_does_not_keep_the_list_from_ending(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sharing_without_end_does_not_keep_the_list_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stream_pack.sources.torch_save.outline.MAX_VISITED", 30_000)
     big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"h\1s" for k in range(2000))
@@ -454,9 +427,7 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(
         stream_pack.list_keys(io.BytesIO(with_pickle(b"\x80\x02" + value + b".")))
 
 
-def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stream_pack.sources.torch_save.tensor_names.MAX_VISITED", 30_000)
     big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"ctorch\nSize\nh\1\x85\x81s" for k in range(2000))
@@ -469,9 +440,7 @@ def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(
 
 def test_the_command_line_takes_keys(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "model.pt", tmp_path / "pack"
-    source.write_bytes(
-        saved({"net": {"a.b": {"w": one(1)}, "a": {"b": {"w": one(2)}}}, "args": Obj()})
-    )
+    source.write_bytes(saved({"net": {"a.b": {"w": one(1)}, "a": {"b": {"w": one(2)}}}, "args": Obj()}))
 
     def convert(*arguments: str) -> tuple[int, str, str]:
         return main(["convert", str(source), str(target), *arguments]), *capfd.readouterr()
@@ -496,8 +465,6 @@ def test_the_command_line_takes_keys(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert "1 tensor (0 tied or views)" in out
 
 
-def test_a_missing_target_is_wrong_usage_unless_keys_are_listed(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_missing_target_is_wrong_usage_unless_keys_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "-"]) == 2
     assert "the following arguments are required: TARGET" in capfd.readouterr().err

@@ -26,14 +26,7 @@ from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.open import open_source
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 from tests.sources.torch_save.test_zip import expected_of
 from tests.support.damage import (
     UNREADABLE,
@@ -76,9 +69,7 @@ def zipped(parts: dict[str, bytes], *, streamed: bool = False, level: int = 6) -
 
 def tensors() -> dict[str, torch.Tensor]:
     w = torch.arange(1200.0).reshape(30, 40)
-    noise = torch.randint(
-        0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
-    )
+    noise = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return {
         "w": w, "wt": w.t(), "row": w[3:5], "e": torch.empty(0, 2), "noise": noise, "one": torch.tensor(5),
     }  # fmt: skip
@@ -189,15 +180,11 @@ VARIANTS: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("to", ["file", "stream"])
 @pytest.mark.parametrize("how", ["file", "pipe"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_pack_is_the_same_whatever_was_done_to_the_archive(
-    tmp_path: Path, variant: str, how: str, to: str
-) -> None:
+def test_the_pack_is_the_same_whatever_was_done_to_the_archive(tmp_path: Path, variant: str, how: str, to: str) -> None:
     """PT#37985, PT#7736: other tools pack checkpoints again, and pipes give them in order only."""
     stream_pack.convert(tensors(), tmp_path / "expected")
     (tmp_path / "source").write_bytes(VARIANTS[variant]())
-    source = (
-        tmp_path / "source" if how == "file" else ByteSource((tmp_path / "source").read_bytes())
-    )
+    source = tmp_path / "source" if how == "file" else ByteSource((tmp_path / "source").read_bytes())
     target = tmp_path / "pack"
     if to == "file":
         stream_pack.convert(source, target)
@@ -227,9 +214,7 @@ class Forward:
         return self._file.write(data)
 
 
-def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(
-    tmp_path: Path,
-) -> None:
+def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(tmp_path: Path) -> None:
     data = reordered("pickle last")
     with pytest.raises(UnsupportedCheckpointError, match="first record is"):
         stream_pack.list_keys(ByteSource(data))
@@ -239,9 +224,7 @@ def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_pickle_of_an_archive_that_needs_the_spool_is_read_under_the_limit(
-    tmp_path: Path,
-) -> None:
+def test_the_pickle_of_an_archive_that_needs_the_spool_is_read_under_the_limit(tmp_path: Path) -> None:
     data = reordered("pickle last")
     with pytest.raises(LimitError, match="reading what the source holds"):
         open_source(ByteSource(data), spool=Spool(tmp_path), max_memory=1)
@@ -254,9 +237,7 @@ def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_
     assert f"all of it, {len(data)} bytes, went through a temporary file" in report.warnings[-1]
     with pytest.raises(LimitError, match="does not begin with data.pkl.*all of it.*--spool-dir"):
         stream_pack.convert(ByteSource(data), Forward(io.BufferedWriter(Pipe())))
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"first record is .*disk space for all of it"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"first record is .*disk space for all of it"):
         stream_pack.forecast(ByteSource(data))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pack"]
 
@@ -266,9 +247,7 @@ def test_an_archive_of_something_else_in_a_folder_is_refused(tmp_path: Path, how
     data = archive([Member("docs/", b"", streamed=False), Member("docs/data.txt", b"x")])
     (tmp_path / "docs.zip").write_bytes(data)
     source = tmp_path / "docs.zip" if how == "file" else ByteSource(data)
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"not a checkpoint of torch\.save.*docs/data\.txt"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"not a checkpoint of torch\.save.*docs/data\.txt"):
         stream_pack.convert(source, tmp_path / "pack")
 
 
@@ -298,9 +277,7 @@ def test_what_waits_of_a_file_that_is_deflated_in_part_is_foretold(tmp_path: Pat
     assert stream_pack.load_file(tmp_path / "pack")["t3"].tolist() == [3.0] * 1000
 
 
-def test_a_storage_that_was_deflated_to_less_than_itself_is_not_called_truncated(
-    tmp_path: Path,
-) -> None:
+def test_a_storage_that_was_deflated_to_less_than_itself_is_not_called_truncated(tmp_path: Path) -> None:
     parts = records(saved({"a": torch.arange(10.0), "b": torch.zeros(100_000)}))
     path = tmp_path / "source"
     path.write_bytes(mixed(parts, deflated={"data/1"}))
@@ -340,9 +317,7 @@ def small() -> dict[str, torch.Tensor]:
 
 @some_or_all(7)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_deflated_archive_cut_or_flipped_anywhere_is_refused_or_the_same(
-    streamed: bool, share: Share
-) -> None:
+def test_a_deflated_archive_cut_or_flipped_anywhere_is_refused_or_the_same(streamed: bool, share: Share) -> None:
     data = zipped(records(saved(small())), streamed=streamed)
     clean = read(TorchZipSource(pipe_stream(data, step=65536)))
     assert clean == {name: as_torch_has_it(tensor) for name, tensor in small().items()}
@@ -435,15 +410,7 @@ def test_a_gibibyte_of_deflated_zeros_takes_the_memory_of_a_few_chunks(tmp_path:
             else:
                 made.writestr(f"m/{name}", data)
     assert path.stat().st_size < MIB
-    command = [
-        sys.executable,
-        "-m",
-        "stream_pack",
-        "convert",
-        "--quiet",
-        str(path),
-        str(tmp_path / "pack"),
-    ]
+    command = [sys.executable, "-m", "stream_pack", "convert", "--quiet", str(path), str(tmp_path / "pack")]
     assert measure(command).peak_anonymous_nbytes < 80 * MIB
     with stream_pack.open(tmp_path / "pack") as pack:
         assert pack["w"].shape == (numel,)
@@ -452,9 +419,7 @@ def test_a_gibibyte_of_deflated_zeros_takes_the_memory_of_a_few_chunks(tmp_path:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_a_compressed_checkpoint_is_read_through_the_object_that_expands_it(
-    tmp_path: Path, legacy: bool
-) -> None:
+def test_a_compressed_checkpoint_is_read_through_the_object_that_expands_it(tmp_path: Path, legacy: bool) -> None:
     """PT#37985: such an object has a descriptor too, and other bytes behind it."""
     with gzip.open(tmp_path / "model.pt.gz", "wb") as file:
         torch.save(tensors(), file, _use_new_zipfile_serialization=not legacy)  # type: ignore[arg-type]

@@ -77,8 +77,7 @@ def test_tensors_of_torchao_are_refused_because_their_outer_shape_has_no_bytes(
     weight = wrapped(f"torchao.quantization.{name.lower()}", name, monkeypatch)
     for ignore_unknown in (False, True):
         with pytest.raises(
-            UnsupportedCheckpointError,
-            match=rf"tensor 'layer\.w' is a tensor subclass, 'torchao.*{name}",
+            UnsupportedCheckpointError, match=rf"tensor 'layer\.w' is a tensor subclass, 'torchao.*{name}"
         ):
             opened({"ok": torch.ones(1), "layer.w": weight}, ignore_unknown=ignore_unknown)
 
@@ -87,26 +86,20 @@ def test_a_tensor_made_of_two_is_refused(opened: Opened) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     made = TwoTensor(torch.ones(2), torch.ones(2))  # type: ignore[no-untyped-call]
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"tensor 'w' is a tensor subclass.*TwoTensor"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is a tensor subclass.*TwoTensor"):
         opened({"w": made}, ignore_unknown=True)
 
 
 QUANTIZED: dict[str, Callable[[], torch.Tensor]] = {
     "per tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "per channel": lambda: torch.quantize_per_channel(
-        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8
-    ),
+    "per channel": lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8),
     "four bits": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint4x2),
 }
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_tensors_are_refused(opened: Opened, kind: str) -> None:
-    with pytest.raises(
-        UnsupportedCheckpointError, match=r"tensor 'w' is quantized: save dequantize"
-    ):
+    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is quantized: save dequantize"):
         opened({"w": QUANTIZED[kind]()})
 
 
@@ -120,9 +113,7 @@ SPARSE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_sparse_tensors_are_refused_and_never_given_as_their_values(
-    opened: Opened, kind: str
-) -> None:
+def test_sparse_tensors_are_refused_and_never_given_as_their_values(opened: Opened, kind: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is sparse: save to_dense"):
         opened({"w": SPARSE[kind]()})
 
@@ -177,9 +168,7 @@ def world(request: pytest.FixtureRequest) -> Any:
 def distributed_tensor(mesh: Any, placement: Any) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
-    made: torch.Tensor = DTensor.from_local(
-        torch.arange(4.0).reshape(2, 2), mesh, [placement], run_check=False
-    )
+    made: torch.Tensor = DTensor.from_local(torch.arange(4.0).reshape(2, 2), mesh, [placement], run_check=False)
     return made
 
 

@@ -22,9 +22,7 @@ VALUES = st.recursive(
     | st.text(st.characters(exclude_categories=()), max_size=300)
     | st.binary(max_size=300),
     lambda inner: (
-        st.lists(inner, max_size=5)
-        | st.lists(inner, max_size=5).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=5)
+        st.lists(inner, max_size=5) | st.lists(inner, max_size=5).map(tuple) | st.dictionaries(KEYS, inner, max_size=5)
     ),
     max_leaves=20,
 )
@@ -39,16 +37,12 @@ def load(data: bytes, *, step: int = 65536) -> object:
     return machine(data, step=step).load()
 
 
-def machine(
-    data: bytes, *, step: int = 65536, find_global: Callable[[str], object] = Opaque
-) -> Unpickler:
+def machine(data: bytes, *, step: int = 65536, find_global: Callable[[str], object] = Opaque) -> Unpickler:
     return Unpickler(pieces(data, step), find_global=find_global, find_persistent=lambda pid: pid)
 
 
 @given(VALUES, st.sampled_from([2, 3, 4, 5]), st.sampled_from([1, 7, 65536]))
-def test_plain_values_come_out_as_the_interpreter_reads_them(
-    value: object, protocol: int, step: int
-) -> None:
+def test_plain_values_come_out_as_the_interpreter_reads_them(value: object, protocol: int, step: int) -> None:
     # Below protocol 3 bytes are pickled as a call, which is no plain value here.
     data = pickle.dumps(value, protocol)
     if b"_codecs" in data or b"__builtin__" in data:

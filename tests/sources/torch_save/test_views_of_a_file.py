@@ -13,9 +13,7 @@ import stream_pack
 
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("jobs", [1, 4])
-def test_a_view_near_the_end_of_a_storage_that_was_just_read(
-    old: bool, jobs: int, tmp_path: Path
-) -> None:
+def test_a_view_near_the_end_of_a_storage_that_was_just_read(old: bool, jobs: int, tmp_path: Path) -> None:
     w = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     tensors = {"a": w[:95_000], "b": w[90_001:], "c": w[99_001:], "d": w[17:90_000]}
     torch.save(tensors, tmp_path / "model.pt", _use_new_zipfile_serialization=not old)

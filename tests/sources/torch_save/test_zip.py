@@ -28,15 +28,7 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
-from tests.sources.source_suite import (
-    Expected,
-    MakeSource,
-    SourceSuite,
-    catalog_rows,
-    collect,
-    options,
-    requests_for,
-)
+from tests.sources.source_suite import Expected, MakeSource, SourceSuite, catalog_rows, collect, options, requests_for
 from tests.support.damage import (
     UNREADABLE,
     Share,
@@ -50,9 +42,7 @@ from tests.support.damage import (
 from tests.support.torch_zips import as_torch_has_it, records, repacked, saved
 from tests.support.zips import Member, archive
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:ComplexHalf", "ignore:.*torch.jit", "ignore:.*TypedStorage"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*torch.jit", "ignore:.*TypedStorage")
 
 DTYPES = [
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16",
@@ -89,9 +79,7 @@ def everything() -> dict[str, torch.Tensor]:
         "expanded": torch.tensor([1.0, 2.0]).expand(5, 2),
         "overlapping": torch.as_strided(torch.arange(9.0), (4, 3), (2, 1)),
         "reversed": torch.as_strided(torch.arange(108.0), (4, 3, 3, 3), (1, 4, 12, 36)),
-        "channels_last": torch.arange(120.0)
-        .reshape(2, 3, 4, 5)
-        .contiguous(memory_format=torch.channels_last),
+        "channels_last": torch.arange(120.0).reshape(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         "small": torch.arange(10_000.0)[500:510],
         "conj": c.conj(),
         "conj_t": c.conj().t(),
@@ -109,9 +97,7 @@ def everything() -> dict[str, torch.Tensor]:
 
 def expected_of(tensors: dict[str, torch.Tensor]) -> dict[str, Expected]:
     return {
-        name: Expected(
-            str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_torch_has_it(tensor)
-        )
+        name: Expected(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), as_torch_has_it(tensor))
         for name, tensor in tensors.items()
     }
 
@@ -256,10 +242,7 @@ def test_views_of_one_storage_share_it_and_equal_gathers_are_one(opened: Opened)
     assert storages["t"] == storages["t2"]
     assert len({storages["w"], storages["t"], storages["c"]}) == 3
     assert starts == {"w": 0, "v": 16, "t": 0, "t2": 0, "f": 0, "c": 0}
-    assert dict(catalog.derived) == {
-        storages["t"]: (storages["w"], 0, 48),
-        storages["c"]: (storages["w"], 0, 40),
-    }
+    assert dict(catalog.derived) == {storages["t"]: (storages["w"], 0, 48), storages["c"]: (storages["w"], 0, 40)}
     assert catalog.storages_nbytes == 48
 
 
@@ -273,9 +256,7 @@ def test_a_state_dict_of_a_module_has_all_its_tensors(opened: Opened) -> None:
 def test_tensors_and_parameters_with_attributes_are_plain_tensors(opened: Opened) -> None:
     tensor, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(3))
     tensor.tag = parameter.tag = {"x": torch.Size([1])}  # type: ignore[attr-defined]
-    assert read(opened(saved({"t": tensor, "p": parameter}))) == wanted(
-        {"t": tensor, "p": parameter}
-    )
+    assert read(opened(saved({"t": tensor, "p": parameter}))) == wanted({"t": tensor, "p": parameter})
 
 
 def test_values_beside_the_tensors_are_left_out_and_counted(opened: Opened) -> None:
@@ -321,9 +302,7 @@ NAMED_REFUSALS: dict[str, Callable[[], object]] = {
     "sparse": lambda: torch.ones(3).to_sparse(),
     "sparse csr": lambda: torch.ones(2, 2).to_sparse_csr(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2), torch.ones(3)], layout=torch.jagged
-    ),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     "meta": lambda: torch.empty(2, device="meta"),
     "bits": lambda: torch.ones(2, dtype=torch.uint8).view(torch.bits8),
     "uninitialised": torch.nn.parameter.UninitializedParameter,
@@ -374,9 +353,7 @@ SHAPE_REFUSALS = {
 
 
 @pytest.mark.parametrize(("value", "message"), SHAPE_REFUSALS.values(), ids=SHAPE_REFUSALS)
-def test_what_is_no_flat_state_dict_is_refused_with_a_reason(
-    opened: Opened, value: object, message: str
-) -> None:
+def test_what_is_no_flat_state_dict_is_refused_with_a_reason(opened: Opened, value: object, message: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=message):
         opened(saved(value))
 
@@ -435,9 +412,7 @@ def test_descriptors_of_both_lengths_and_lengths_in_the_header_are_read(
     opened: Opened, wide: bool, streamed: bool
 ) -> None:
     parts = records(saved(simple() | {"e": torch.empty(0)}))
-    data = repacked(
-        parts, lambda m: replace(m, wide=wide and streamed, streamed=streamed and m.streamed, pad=7)
-    )
+    data = repacked(parts, lambda m: replace(m, wide=wide and streamed, streamed=streamed and m.streamed, pad=7))
     assert read(opened(data)) == wanted(simple() | {"e": torch.empty(0)})
 
 
@@ -510,9 +485,7 @@ def test_an_archive_cut_at_any_byte_is_refused(share: Share, tmp_path: Path) -> 
 
 
 @some_or_all(7)
-def test_a_flipped_bit_in_any_byte_is_refused_or_changes_nothing(
-    share: Share, tmp_path: Path
-) -> None:
+def test_a_flipped_bit_in_any_byte_is_refused_or_changes_nothing(share: Share, tmp_path: Path) -> None:
     data = saved(simple())
     clean = read(TorchZipSource(pipe_stream(data, step=65536)))
     silent = 0
@@ -550,8 +523,7 @@ def test_a_storage_that_nobody_wants_is_checked_too(tmp_path: Path, in_order: bo
 
 def test_a_short_write_inside_a_storage_is_refused_and_guessed(opened: Opened) -> None:
     data = repacked(
-        records(saved(simple())),
-        lambda member: replace(member, drop=50) if member.name.endswith("data/1") else member,
+        records(saved(simple())), lambda member: replace(member, drop=50) if member.name.endswith("data/1") else member
     )
     with pytest.raises(SourceError, match="no data descriptor.*short write upstream"):
         read(opened(data))
@@ -588,9 +560,7 @@ def test_two_records_of_one_name_are_refused(opened: Opened, name: str) -> None:
 
 @pytest.mark.parametrize("nbytes", [10, 19, 21, 40])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_record_of_another_length_than_its_storage_is_refused(
-    opened: Opened, nbytes: int, streamed: bool
-) -> None:
+def test_a_record_of_another_length_than_its_storage_is_refused(opened: Opened, nbytes: int, streamed: bool) -> None:
     parts = records(saved({"a": torch.arange(5.0)}))
     parts["data/0"] = bytes(nbytes)
     data = repacked(parts, lambda m: replace(m, streamed=streamed and m.streamed))
@@ -621,9 +591,7 @@ def test_a_byte_order_told_too_late_is_refused(opened: Opened) -> None:
         read(opened(repacked(parts | {"byteorder": b"big"})))
 
 
-def test_other_archives_are_refused_with_what_they_look_like(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_other_archives_are_refused_with_what_they_look_like(opened: Opened, tmp_path: Path) -> None:
     module = torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1))  # type: ignore[no-untyped-call]
     torch.jit.save(module, tmp_path / "jit.pt")
     np.savez(tmp_path / "arrays.npz", a=np.ones(2))
@@ -640,11 +608,7 @@ def test_other_archives_are_refused_with_what_they_look_like(
 
 
 def test_a_strided_tensor_from_a_pipe_takes_the_spool_and_says_how_much(tmp_path: Path) -> None:
-    tensors = {
-        "t": torch.arange(600.0).reshape(20, 30).t(),
-        "u": torch.ones(5, 7).t(),
-        "w": torch.ones(9),
-    }
+    tensors = {"t": torch.arange(600.0).reshape(20, 30).t(), "u": torch.ones(5, 7).t(), "w": torch.ones(9)}
     source = TorchZipSource(pipe_stream(saved(tensors), step=65536))
     _, requests = requests_for(source.catalog)
     assert source.demand(requests, in_order=False, chunk_nbytes=7).spool_nbytes == 2400

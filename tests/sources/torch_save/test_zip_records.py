@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from stream_pack.errors import SourceError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.sources.torch_save.zip_records import (
-    read_descriptor,
-    read_directory,
-    read_local_header,
-    scan_payload,
-)
+from stream_pack.sources.torch_save.zip_records import read_descriptor, read_directory, read_local_header, scan_payload
 from tests.sources.byte_sources import pipe_stream
 from tests.support.zips import Member, archive
 
@@ -67,18 +62,14 @@ def test_records_of_unknown_length_end_where_length_and_crc_agree(
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_a_payload_that_is_an_archive_itself_does_not_end_at_the_inner_descriptor(
-    wide: bool,
-) -> None:
+def test_a_payload_that_is_an_archive_itself_does_not_end_at_the_inner_descriptor(wide: bool) -> None:
     inner = archive([Member("x", b"inner", wide=wide), Member("y", b"more", wide=wide)])
     data = archive([Member("outer", inner, wide=wide), Member("next", b"1")])
     assert read_all(pipe_stream(data, step=100)) == {"outer": inner, "next": b"1"}
 
 
 def test_a_descriptor_with_the_wrong_crc_is_payload() -> None:
-    fake = (
-        b"abc" + b"PK\7\10" + (1).to_bytes(4, "little") + (3).to_bytes(4, "little") * 2 + b"PK\3\4"
-    )
+    fake = b"abc" + b"PK\7\10" + (1).to_bytes(4, "little") + (3).to_bytes(4, "little") * 2 + b"PK\3\4"
     assert read_all(pipe_stream(archive([Member("a", fake)]))) == {"a": fake}
 
 
@@ -91,9 +82,7 @@ def test_a_descriptor_without_a_crc_ends_a_record_only_before_another_header() -
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_stated_length_other_than_the_one_that_was_read_is_refused(streamed: bool) -> None:
     data = archive([Member("a", b"PK\7\10" + bytes(2) + b"hello", streamed=streamed)])
-    stream = pipe_stream(
-        data.replace((11).to_bytes(4, "little") * 2, (12).to_bytes(4, "little") * 2)
-    )
+    stream = pipe_stream(data.replace((11).to_bytes(4, "little") * 2, (12).to_bytes(4, "little") * 2))
     header = read_local_header(stream)
     assert header is not None
     stream.skip(11, what="it")
