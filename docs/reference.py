@@ -20,7 +20,7 @@ OPTIONS = {
     "filters": ["!^_[^_]"],
     "heading_level": 3,
     "inherited_members": False,
-    "line_length": 100,
+    "line_length": 120,
     "members_order": "alphabetical",
     "show_if_no_docstring": False,
     "show_object_full_path": False,

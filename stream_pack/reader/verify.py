@@ -35,7 +35,7 @@ from stream_pack.reader.blocks import block_checksums
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange, Mapping
 from stream_pack.reader.opening import naming, read_footer, read_head
-from stream_pack.reader.verify_et_file import verify_exported
+from stream_pack.reader.verify_et_file import verify_et_file
 from stream_pack.text import counted, listed, quoted
 
 __all__ = ["Damage", "Progress", "VerifyReport", "verify", "verify_mapped"]
@@ -79,7 +79,7 @@ def _verify(file: FileRange, jobs: int | None, progress: Progress | None, *, con
     except (NotAPackError, RawPayloadError) as error:
         if isinstance(error, NotAPackError) and sniff(file.read(0, SNIFF_NBYTES)) is not Kind.PTE:
             raise
-        return verify_exported(file, partial(_verify_inside, file, jobs, progress))
+        return verify_et_file(file, partial(_verify_inside, file, jobs, progress))
     except TruncatedError as error:
         return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
     except (FormatError, ChecksumError) as error:

@@ -14,10 +14,10 @@ from stream_pack.reader.mapping import FileRange
 from stream_pack.reader.payload import survey_file
 from stream_pack.text import counted
 
-__all__ = ["verify_exported"]
+__all__ = ["verify_et_file"]
 
 
-def verify_exported(file: FileRange, verify_pack: Callable[[int, int], VerifyReport]) -> VerifyReport:
+def verify_et_file(file: FileRange, verify_pack: Callable[[int, int], VerifyReport]) -> VerifyReport:
     """All faults of a program, raw payload or data file, and all damage to packs inside it.
 
     ``verify_pack(offset, nbytes)`` verifies the pack there.

@@ -180,12 +180,12 @@ class _Opening:
                 return PackSource(stream, within=self.within)
             except RawPayloadError:
                 from stream_pack.et_files.survey import survey_payload
-                from stream_pack.sources.executorch.source import open_exported
+                from stream_pack.sources.executorch.source import open_et_file
 
-                return open_exported(stream, survey_payload, spool=self.spool)
+                return open_et_file(stream, survey_payload, spool=self.spool)
         if kind is Kind.PTE:
             from stream_pack.et_files.survey import survey_program
-            from stream_pack.sources.executorch.source import open_exported
+            from stream_pack.sources.executorch.source import open_et_file
 
-            return open_exported(stream, survey_program, spool=self.spool)
+            return open_et_file(stream, survey_program, spool=self.spool)
         raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")

@@ -33,14 +33,14 @@ from stream_pack.sources.pack.source import PackSource
 from stream_pack.sources.sets.composite import JoinedSource, Member
 from stream_pack.text import listed
 
-__all__ = ["open_exported"]
+__all__ = ["open_et_file"]
 
 DATA = "the constants"
 NO_DTYPE = "has a dtype that a pack has no name for"
 TAIL_NBYTES = len(Footer.MAGIC)
 
 
-def open_exported(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *, spool: Spool | None) -> Source:
+def open_et_file(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *, spool: Spool | None) -> Source:
     """The constants of the file whose first byte ``stream`` is at.
 
     ``survey_of`` reads it.  A pipe that describes some constants only after others is spooled whole.

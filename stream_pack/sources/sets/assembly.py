@@ -18,7 +18,7 @@ from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Chunk, Zeros
 from stream_pack.text import quoted
 
-__all__ = ["MIN_PART_CHUNK_NBYTES", "Box", "Part", "Rows", "assembled", "part_chunk_nbytes", "tiled", "trimmed"]
+__all__ = ["MIN_PART_CHUNK_NBYTES", "Box", "PartStream", "Rows", "assembled", "part_chunk_nbytes", "tiled", "trimmed"]
 
 MIN_PART_CHUNK_NBYTES = 64 << 10
 MAX_RUNS = 1_000_000
@@ -34,7 +34,7 @@ def part_chunk_nbytes(parts: int, chunk_nbytes: int) -> int:
     return min(chunk_nbytes, fair)
 
 
-class Part:
+class PartStream:
     """The bytes of one part, from the chunks in which they come.  ``what`` names it in errors."""
 
     def __init__(self, chunks: Iterable[Chunk], *, what: str) -> None:
@@ -78,11 +78,11 @@ class Rows:
         return sum(nbytes for _, nbytes in self.runs)
 
 
-def assembled(plan: Iterable[Rows], parts: Sequence[Part], *, chunk_nbytes: int) -> Iterator[Chunk]:
+def assembled(plan: Iterable[Rows], parts: Sequence[PartStream], *, chunk_nbytes: int) -> Iterator[Chunk]:
     """The bytes that ``plan`` describes.
 
     Copies: none of runs that are longer than a chunk, or the only ones of their row; short ones are gathered, a chunk
-    of rows at a time.  Raises: as :meth:`Part.take`.
+    of rows at a time.  Raises: as :meth:`PartStream.take`.
     """
     for rows in plan:
         if len(rows.runs) == 1:
@@ -97,7 +97,7 @@ def assembled(plan: Iterable[Rows], parts: Sequence[Part], *, chunk_nbytes: int)
                 yield _window(min(step, rows.count - begin), rows, parts)
 
 
-def _window(count: int, rows: Rows, parts: Sequence[Part]) -> memoryview:
+def _window(count: int, rows: Rows, parts: Sequence[PartStream]) -> memoryview:
     window = np.empty((count, rows.row_nbytes), np.uint8)
     begin = 0
     for part, nbytes in rows.runs:

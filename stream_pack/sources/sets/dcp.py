@@ -16,7 +16,7 @@ from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
-from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, Part, assembled, part_chunk_nbytes, trimmed
+from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, PartStream, assembled, part_chunk_nbytes, trimmed
 from stream_pack.sources.sets.composite import together
 from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, plan_chunks, read_chunk
 from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, read_metadata
@@ -92,7 +92,7 @@ class DcpSource(Source):
             self._counted(read_chunk(self._folder, tensor, box, place, part_options))
             for box, place in zip(tensor.boxes, tensor.places)
         ]
-        parts = [Part(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams]
+        parts = [PartStream(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams]
         try:
             yield from assembled(plan_chunks(tensor), parts, chunk_nbytes=options.chunk_nbytes)
             for stream in streams:

@@ -19,7 +19,7 @@ from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOp
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
     Box,
-    Part,
+    PartStream,
     Rows,
     assembled,
     part_chunk_nbytes,
@@ -101,7 +101,7 @@ class LlamaSource(Source):
         # One thread reads all shards; the writer's own threads overlap that with the rest.
         shard_options = replace(options, chunk_nbytes=chunk_nbytes, jobs=1, in_order=True)
         streams = [self._shard_chunks(k, wanted, shard_options) for k in range(len(self._shards))]
-        parts = [Part(stream, what=name) for stream, name in zip(streams, self._names)]
+        parts = [PartStream(stream, what=name) for stream, name in zip(streams, self._names)]
         try:
             ranges = zip(requests.starts.tolist(), requests.nbytes.tolist())
             for buffer, (tensor, (start, nbytes)) in enumerate(zip(wanted, ranges)):
@@ -115,13 +115,13 @@ class LlamaSource(Source):
             for stream in streams:
                 stream.close()
 
-    def _chunks(self, tensor: _Merged, parts: Sequence[Part], chunk_nbytes: int) -> Iterator[Chunk]:
+    def _chunks(self, tensor: _Merged, parts: Sequence[PartStream], chunk_nbytes: int) -> Iterator[Chunk]:
         if tensor.plan is not None:
             return assembled(tensor.plan, parts, chunk_nbytes=chunk_nbytes)
         nbytes = int(self._shards[0].catalog.nbytes[tensor.rows[0]])
         return self._equal_chunks(tensor.name, nbytes, parts, chunk_nbytes)
 
-    def _equal_chunks(self, name: str, nbytes: int, parts: Sequence[Part], chunk_nbytes: int) -> Iterator[Chunk]:
+    def _equal_chunks(self, name: str, nbytes: int, parts: Sequence[PartStream], chunk_nbytes: int) -> Iterator[Chunk]:
         for begin in range(0, nbytes, chunk_nbytes):
             step = min(chunk_nbytes, nbytes - begin)
             first = parts[0].read(step)

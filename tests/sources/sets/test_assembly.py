@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.pipeline.source import Chunk, Zeros
-from stream_pack.sources.sets.assembly import Box, Part, Rows, assembled, part_chunk_nbytes, tiled, trimmed
+from stream_pack.sources.sets.assembly import Box, PartStream, Rows, assembled, part_chunk_nbytes, tiled, trimmed
 
 
 def numbered(shape: tuple[int, ...], dtype: str = "<u2") -> NDArray[np.generic]:
@@ -32,7 +32,7 @@ def put_together(array: NDArray[np.generic], boxes: list[Box], *, chunk_nbytes: 
     parts = []
     for box in boxes:
         index = tuple(slice(b, b + n) for b, n in zip(box.offsets, box.sizes))
-        parts.append(Part(chunks_of(array[index].tobytes(), chunk_nbytes), what="a part"))
+        parts.append(PartStream(chunks_of(array[index].tobytes(), chunk_nbytes), what="a part"))
     plan = tiled("w", array.shape, boxes, bits=8 * array.itemsize)
     chunks = list(assembled(plan, parts, chunk_nbytes=chunk_nbytes))
     assert all(0 < len(chunk) <= chunk_nbytes for chunk in chunks)
@@ -100,8 +100,8 @@ def test_rows_cut_across_two_parts_are_gathered_a_chunk_at_a_time() -> None:
     boxes = cut_at((100, 12), 1, 5)
     assert tiled("w", (100, 12), boxes, bits=16) == [Rows(100, ((0, 10), (1, 14)))]
     parts = [
-        Part(chunks_of(array[:, :5].tobytes(), 333), what="left"),
-        Part(chunks_of(array[:, 5:].tobytes(), 77), what="right"),
+        PartStream(chunks_of(array[:, :5].tobytes(), 333), what="left"),
+        PartStream(chunks_of(array[:, 5:].tobytes(), 77), what="right"),
     ]
     chunks = list(assembled([Rows(100, ((0, 10), (1, 14)))], parts, chunk_nbytes=100))
     assert [len(chunk) for chunk in chunks] == [96] * 25  # four rows of 24 bytes each
@@ -110,7 +110,7 @@ def test_rows_cut_across_two_parts_are_gathered_a_chunk_at_a_time() -> None:
 
 def test_parts_one_after_the_other_are_passed_on_without_a_copy() -> None:
     first, second = bytes(range(100)), bytes(range(100, 200))
-    parts = [Part([memoryview(first)], what="first"), Part([memoryview(second)], what="second")]
+    parts = [PartStream([memoryview(first)], what="first"), PartStream([memoryview(second)], what="second")]
     plan = tiled("w", (2, 100), cut_at((2, 100), 0, 1), bits=8)
     chunks = list(assembled(plan, parts, chunk_nbytes=1000))
     assert [c.obj for c in chunks if isinstance(c, memoryview)] == [first, second]
@@ -164,13 +164,13 @@ def test_parts_that_all_overlap_along_the_first_dim_do_not_take_for_ever() -> No
 
 
 def test_a_part_that_ends_early_is_named() -> None:
-    parts = [Part([b"ab"], what="the chunk of w"), Part([b"cdef"], what="the other")]
+    parts = [PartStream([b"ab"], what="the chunk of w"), PartStream([b"cdef"], what="the other")]
     with pytest.raises(TruncatedSourceError, match="the chunk of w ends 2 bytes before it should"):
         list(assembled([Rows(2, ((0, 2), (1, 2)))], parts, chunk_nbytes=4))
 
 
 def test_zeros_stay_zeros_where_they_can_and_are_bytes_where_they_must() -> None:
-    parts = [Part([Zeros(6)], what="zeros"), Part([b"abcdef"], what="bytes")]
+    parts = [PartStream([Zeros(6)], what="zeros"), PartStream([b"abcdef"], what="bytes")]
     chunks = list(assembled([Rows(1, ((0, 4),)), Rows(2, ((0, 1), (1, 3)))], parts, chunk_nbytes=8))
     assert chunks == [Zeros(4), b"\0abc\0def"]
 
