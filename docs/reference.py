@@ -22,6 +22,7 @@ OPTIONS = {
     "inherited_members": False,
     "line_length": 120,
     "members_order": "alphabetical",
+    "show_bases": False,
     "show_if_no_docstring": False,
     "show_object_full_path": False,
     "show_root_full_path": True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stream_pack.reader.safe_open import SafeOpen, SafeSlice, load_file, safe_open
     from stream_pack.reader.verify import verify
     from stream_pack.reader.views import TensorSlice, View
-    from stream_pack.report import Forecast, Report
+    from stream_pack.report import Forecast, Report, Sizes
     from stream_pack.sources.open import list_keys
     from stream_pack.sources.torch_save.outline import KeySummary
     from stream_pack.writer.convert import convert, forecast, save_file
@@ -51,6 +51,7 @@ __all__ = [
     "Report",
     "SafeOpen",
     "SafeSlice",
+    "Sizes",
     "Spec",
     "TensorSlice",
     "VerifyReport",
@@ -81,7 +82,7 @@ _NAMES = {
     "stream_pack.reader.safe_open": ("SafeOpen", "SafeSlice", "load_file", "safe_open"),
     "stream_pack.reader.verify": ("verify",),
     "stream_pack.reader.views": ("TensorSlice", "View"),
-    "stream_pack.report": ("Forecast", "Report"),
+    "stream_pack.report": ("Forecast", "Report", "Sizes"),
     "stream_pack.sources.open": ("list_keys",),
     "stream_pack.sources.torch_save.outline": ("KeySummary",),
     "stream_pack.writer.convert": ("convert", "forecast", "save_file"),

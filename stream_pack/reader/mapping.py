@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import operator
 import os
 import platform
 import stat
@@ -31,11 +32,15 @@ class FileRange:
     to the file's end, at most ``nbytes``.  ``identity`` distinguishes states of a file.
 
     Units: bytes; ``offset`` counts from the file's first byte.
-    Raises: OptionError for a negative number; OSError, also for anything but a regular file, because only those can be
-    mapped; every method, once closed, StateError, also when another thread closes it.
+    Raises: OptionError for anything but numbers from 0 on; OSError, also for anything but a regular file, because only
+    those can be mapped; every method, once closed, StateError, also when another thread closes it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
+        try:
+            offset, nbytes = operator.index(offset), None if nbytes is None else operator.index(nbytes)
+        except TypeError:
+            raise OptionError("offset and nbytes: expected whole numbers") from None
         if offset < 0 or (nbytes is not None and nbytes < 0):
             raise OptionError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
         self.name = os.fsdecode(path)

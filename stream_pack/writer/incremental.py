@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from stream_pack.errors import SourceError, StateError, UnknownTensorError, UnsupportedTensorError
+from stream_pack.errors import OptionError, SourceError, StateError, UnknownTensorError, UnsupportedTensorError
 from stream_pack.format import dtypes
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.catalog import Catalog, CatalogBuilder
@@ -190,7 +190,10 @@ def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
     """
     builder = CatalogBuilder()
     for number, (name, given) in enumerate(specs.items()):
-        spec = given if isinstance(given, Spec) else Spec(*given)
+        try:
+            spec = given if isinstance(given, Spec) else Spec(*given)
+        except TypeError:
+            raise OptionError(f"specs[{name!r:.200}]: expected a Spec, or a pair of dtype and shape") from None
         dtype, shape = _resolve(name, spec)
         builder.add(name, dtype, shape, storage=number, start=0)
     return builder.build(storages_nbytes=0, metadata=metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import TypeAlias, cast
 
 from stream_pack.errors import OptionError
@@ -68,6 +69,11 @@ class ConvertOptions:
         if not isinstance(self.alignment, Alignment):
             raise _wrong("alignment", self.alignment, "stream_pack.Alignment(small=..., large=...)")
         _check_metadata(self.metadata)
+        for name, switch in (("allow_blowup", self.allow_blowup), ("ignore_unknown", self.ignore_unknown)):
+            if not isinstance(switch, bool):
+                raise _wrong(name, switch, "True or False")
+        if not isinstance(self.spool_dir, (str, os.PathLike, NoneType)):
+            raise _wrong("spool_dir", self.spool_dir, "a path")
         for name, function in (("progress", self.progress), ("announce", self.announce)):
             if function is not None and not callable(function):
                 raise _wrong(name, function, "a function")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
-from stream_pack.errors import StateError
+from stream_pack.errors import OptionError, StateError
 from stream_pack.format.checksum import zeros
 from stream_pack.pipeline.source import Chunk, Zeros
 from stream_pack.writer.temporary import create_temporary, sweep
@@ -235,7 +235,7 @@ class StreamSink(Sink):
 def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
     """The sink for a path, a descriptor, or a binary file object.
 
-    Raises: OSError; TypeError for anything else.
+    Raises: OSError; OptionError for anything else.
     """
     if isinstance(target, (str, os.PathLike)):
         old = _stat(os.path.realpath(os.fspath(target)))
@@ -245,7 +245,9 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
         return FileSink(target)
     if isinstance(target, (int, BinaryWriter)):
         return StreamSink(target)
-    raise TypeError(f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object")
+    raise OptionError(
+        f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object"
+    )
 
 
 def file_identity(file: object) -> tuple[int, int] | None:

@@ -208,6 +208,14 @@ def test_a_locator_with_fields_of_a_later_minor_version_opens(path: Path, data: 
 
 
 def test_arguments_that_mean_nothing_are_refused(path: Path, data: bytes) -> None:
-    for arguments in ({"offset": -1}, {"nbytes": -1}, {"verify": "always"}, {"kind": "zip"}):
+    for arguments in (
+        {"offset": -1},
+        {"nbytes": -1},
+        {"offset": "a"},
+        {"offset": 1.5},
+        {"nbytes": "3"},
+        {"verify": "always"},
+        {"kind": "zip"},
+    ):
         with pytest.raises(OptionError, match="expected"):
             stream_pack.open(path, **arguments)

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import xxhash
 
-from stream_pack.errors import LimitError, SourceError, StateError, UnknownTensorError, UnsupportedTensorError
+from stream_pack.errors import (
+    LimitError,
+    SourceError,
+    StateError,
+    UnknownTensorError,
+    UnsupportedTensorError,
+)
 from stream_pack.writer.incremental import Spec, Writer
 from tests.vectors import minimal_reader
 
@@ -240,4 +246,11 @@ def test_a_writer_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
     del writer
     gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("spec", [3, None, ("float32",), ("float32", [2], "row-major")])
+def test_a_spec_of_another_form_is_refused_by_name(tmp_path: Path, spec: object) -> None:
+    with pytest.raises(OptionError, match=r"specs\['w'\]: expected a Spec, or a pair of dtype and shape"):
+        Writer(tmp_path / "p", {"w": spec})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []

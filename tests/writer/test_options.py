@@ -21,11 +21,8 @@ OTHERS = {"source", "target", "to_stream", "tensors", "path", "graph", "constant
 
 @pytest.mark.parametrize(
     "function",
-    [
-        stream_pack.convert, stream_pack.forecast, stream_pack.save_file, build_mps_payload,
-        build_xnnpack_payload,
-    ],
-)  # fmt: skip
+    [stream_pack.convert, stream_pack.forecast, stream_pack.save_file, build_mps_payload, build_xnnpack_payload],
+)
 def test_every_signature_shows_the_defaults_of_the_options(function: Callable[..., object]) -> None:
     shown = inspect.signature(function).parameters
     given = {name: shown[name].default for name in shown if name not in OTHERS}
@@ -85,3 +82,12 @@ def test_what_is_wrong_with_an_option_is_shown_in_part() -> None:
 def test_an_alignment_is_a_whole_number() -> None:
     with pytest.raises(OptionError, match="an alignment of '16K': expected a whole number"):
         stream_pack.Alignment(large="16K")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("allow_blowup", "no", "True or False"), ("ignore_unknown", 1, "True or False"), ("spool_dir", 5, "a path")],
+)
+def test_a_switch_or_folder_of_another_type_is_refused(name: str, value: object, expected: str) -> None:
+    with pytest.raises(OptionError, match=f"{name}={value!r}: expected {expected}"):
+        ConvertOptions(**{name: value})  # type: ignore[arg-type]

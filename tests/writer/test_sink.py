@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_pack.errors import StateError
+from stream_pack.errors import OptionError, StateError
 from stream_pack.pipeline.source import Zeros
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
 
@@ -302,8 +302,8 @@ def test_a_full_device_is_an_error_and_stays_a_device(tmp_path: Path) -> None:
     assert stat.S_ISCHR(path.stat().st_mode)
 
 
-def test_what_is_no_target_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="expected a path"):
+def test_what_is_no_target_is_an_option_error() -> None:
+    with pytest.raises(OptionError, match="expected a path"):
         open_sink(3.5)  # type: ignore[arg-type]
 
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 from stream_pack.executorch.export.held import Holder
 
-__all__ = ["Alignment", "Export", "activate", "active"]
+__all__ = ["Export", "SegmentAlignment", "activate", "active"]
 
-Alignment: TypeAlias = Literal["page", "stock"]
+SegmentAlignment: TypeAlias = Literal["page", "stock"]
 """Where constants begin in a program: on pages, or where ExecuTorch places them."""
 
 
@@ -26,7 +26,7 @@ class Export:
     """
 
     holder: Holder
-    alignment: Alignment
+    alignment: SegmentAlignment
     state: dict[str, Any] = field(default_factory=dict)
     refresh: Callable[[], None] = lambda: None
     ended: bool = False

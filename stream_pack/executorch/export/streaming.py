@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from stream_pack.errors import LimitError, OptionError
 from stream_pack.executorch.export.held import CHUNK_NBYTES, Holder
 from stream_pack.executorch.export.patching import Patches
-from stream_pack.executorch.export.session import Alignment, Export, activate
+from stream_pack.executorch.export.session import Export, SegmentAlignment, activate
 
 __all__ = ["streaming_constants"]
 
@@ -22,7 +22,7 @@ IN_FLIGHT_CHUNKS = 8
 def streaming_constants(
     folder: str | os.PathLike[str],
     *,
-    alignment: Alignment = "page",
+    alignment: SegmentAlignment = "page",
     max_memory: int | None = None,
     allow_untested: bool = False,
 ) -> Iterator[None]:
