@@ -15,6 +15,7 @@ import xxhash
 
 from stream_pack.errors import (
     LimitError,
+    OptionError,
     SourceError,
     StateError,
     UnknownTensorError,
