@@ -18,12 +18,16 @@ MAX_LISTED = 5
 """Names that are shown of many: enough to see what they have in common."""
 
 
-def quoted(name: str | bytes, *, most: int = MAX_QUOTED) -> str:
-    """``name`` in quotes, escaped as by ``repr``, cut to about ``most`` characters: ``'model.wq'``."""
-    text = repr(name[:most])
+def quoted(name: object, *, most: int = MAX_QUOTED) -> str:
+    """``name`` in quotes, escaped as by ``repr``, cut to about ``most`` characters: ``'model.wq'``.
+
+    What a caller passed instead of a name is shown as it is: ``3``.
+    """
+    is_text = isinstance(name, str | bytes)
+    text = repr(name[:most] if is_text else name)
     if len(text) > 2 * most:  # escapes take up to ten characters each
         return text[: 2 * most] + "..."
-    return text if len(name) <= most else text + "..."
+    return text + "..." if is_text and len(name) > most else text
 
 
 def shown(value: object) -> str:

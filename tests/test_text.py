@@ -16,6 +16,12 @@ def test_a_name_is_quoted_and_escaped() -> None:
     assert quoted(b"caf\xe9") == r"b'caf\xe9'"
 
 
+def test_what_is_no_name_is_shown_as_it_is() -> None:
+    assert quoted(3) == "3"
+    assert quoted(["a", 0]) == "['a', 0]"
+    assert len(quoted(tuple(range(10_000)))) == 403
+
+
 def test_a_long_name_is_cut_and_says_so() -> None:
     assert quoted("x" * 200) == "'" + "x" * 200 + "'"
     assert quoted("x" * 201) == "'" + "x" * 200 + "'..."

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import SourceError, StateError, UnknownTensorError
+from stream_pack.errors import FormatError, SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
 from stream_pack.format.head import Head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER, Index
-from stream_pack.format.proof import START_NBYTES, prove_head, prove_header, prove_reach
+from stream_pack.format.proof import END_NBYTES, START_NBYTES, prove_head, prove_header, prove_reach
+from stream_pack.format.records import Footer
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import listed, quoted
 from stream_pack.writer.incremental import BytesLike, Specs, UnfinishedPack, chunks_of, specified
@@ -231,7 +232,11 @@ class PartWriter:
 def _read_head(path: str | os.PathLike[str]) -> Head:
     with open(path, "rb") as file:
         header = prove_header(file.read(START_NBYTES))
-        prove_reach(header, os.fstat(file.fileno()).st_size)
+        nbytes = os.fstat(file.fileno()).st_size
+        prove_reach(header, nbytes)
+        file.seek(nbytes - END_NBYTES)
+        if file.read(END_NBYTES) == Footer.MAGIC:
+            raise FormatError(f"{quoted(os.fspath(path))} is a complete pack: a part is written before the commit")
         file.seek(0)
         data = memoryview(file.read(header.region_file_offset))
         return prove_head(data, header, end=lambda: None)

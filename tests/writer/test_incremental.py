@@ -255,3 +255,10 @@ def test_a_spec_of_another_form_is_refused_by_name(tmp_path: Path, spec: object)
     with pytest.raises(OptionError, match=r"specs\['w'\]: expected a Spec, or a pair of dtype and shape"):
         Writer(tmp_path / "p", {"w": spec})  # type: ignore[dict-item]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_no_text_is_an_unknown_tensor(tmp_path: Path) -> None:
+    with Writer(tmp_path / "p", {"w": ("uint8", [1])}) as writer:
+        with pytest.raises(UnknownTensorError, match="no tensor 3 in the specs"):
+            writer.write(3, b"")  # type: ignore[arg-type]
+        writer.write("w", b"x")

@@ -256,3 +256,12 @@ def test_a_block_is_read_back_only_where_no_write_held_it_whole(
         cut = BLOCK + 1
         pack.commit([part_of(pack, ("a", A[:cut], 0), ("a", A[cut:], cut), ("b", B, 0))])
     assert blocks == [1]
+
+
+def test_a_finished_pack_takes_no_parts_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    stream_pack.save_file({"w": np.ones(4, np.uint8)}, path)
+    before = path.read_bytes()
+    with pytest.raises(FormatError, match=r"'.*pack' is a complete pack"):
+        PartWriter(path)
+    assert path.read_bytes() == before
