@@ -23,11 +23,11 @@ def quoted(name: object, *, most: int = MAX_QUOTED) -> str:
 
     What a caller passed instead of a name is shown as it is: ``3``.
     """
-    is_text = isinstance(name, str | bytes)
-    text = repr(name[:most] if is_text else name)
+    cut = isinstance(name, str | bytes) and len(name) > most
+    text = repr(name[:most] if isinstance(name, str | bytes) else name)
     if len(text) > 2 * most:  # escapes take up to ten characters each
         return text[: 2 * most] + "..."
-    return text + "..." if is_text and len(name) > most else text
+    return text + "..." if cut else text
 
 
 def shown(value: object) -> str:
