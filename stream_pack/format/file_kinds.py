@@ -32,8 +32,8 @@ class Kind(enum.Enum):
     PICKLE = (
         "a bare pickle, which torch.save did not write: if you trust it, load it and save its tensors with torch.save"
     )
-    NPZ = "a NumPy archive (.npz): give its arrays to save_file"
-    NPY = "a NumPy array (.npy), which has no name: give it to save_file"
+    NPZ = "a NumPy archive (.npz): pass its arrays to save_file"
+    NPY = "a NumPy array (.npy), without a name: pass it to save_file under one"
     HDF5 = "an HDF5 file (Keras?): load it where it was written and save its tensors"
     PTE = "an ExecuTorch program (.pte)"
     PTD = "an ExecuTorch data file (.ptd)"
@@ -48,11 +48,11 @@ class Kind(enum.Enum):
     # Common mistakes.
     EMPTY = "empty input: did the program that writes it fail?"
     ZEROS = "nothing but zero bytes: a download that reserved its space and never filled it?"
-    HTML = "a web page: the download gave a login or an error, not the file"
+    HTML = "a web page: the server returned a login or error page instead of the file"
     GIT_LFS = "a Git LFS pointer, not the file itself: run git lfs pull"
     LEADING_TEXT = "text before the archive: does the program that writes it print to stdout?"
     TEXT = "text"
-    UNKNOWN = "no format known here"
+    UNKNOWN = "an unknown format"
 
 
 _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
@@ -136,7 +136,7 @@ def describe(kind: Kind, start: bytes) -> str:
             shown = _BEGINNING.split(start, maxsplit=1)[0][-_MAX_SHOWN:]
         text = f"{what}, {shown!r}{separator}{advice}"
     elif kind is Kind.UNKNOWN:
-        end = "" if len(start) > 16 else ", and that is all"
+        end = "" if len(start) > 16 else " (the whole input)"
         text = f"{text}: it begins with the bytes {start[:16].hex(' ')}{end}"
     return text
 

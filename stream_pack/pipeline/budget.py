@@ -90,8 +90,8 @@ def budget(
     chunk, fewer = ways[-1]
     least = fixed + _in_flight_nbytes(chunk, chunk, fewer)
     raise LimitError(
-        f"this conversion takes at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(held_nbytes)} "
-        f"of them for the program and the list of tensors; {max_memory} are allowed: raise --max-memory (max_memory=)",
+        f"this conversion needs at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(held_nbytes)} "
+        f"of them for the program and the list of tensors; the limit is {max_memory}: raise --max-memory (max_memory=)",
         value=max_memory,
         limit=least,
     )
@@ -110,8 +110,8 @@ def allow_memory(nbytes: int, max_memory: int | None, *, what: str) -> None:
     if now > max_memory:
         least = now + _in_flight_nbytes(MIN_CHUNK_NBYTES, MIN_CHUNK_NBYTES, 1)
         raise LimitError(
-            f"this conversion takes at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(now)} of "
-            f"them for the program and {what}; {max_memory} are allowed: raise --max-memory (max_memory=)",
+            f"this conversion needs at least {least} bytes of memory ({human_nbytes(least)}), {human_nbytes(now)} of "
+            f"them for the program and {what}; the limit is {max_memory}: raise --max-memory (max_memory=)",
             value=max_memory,
             limit=least,
         )

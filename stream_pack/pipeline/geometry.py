@@ -159,7 +159,7 @@ def sign_flips(name: str, dtype: int, *, conj: bool, neg: bool) -> tuple[int, by
     if (conj and not complex_) or (neg and not complex_ and kind.name not in _SIGNED):
         raise UnsupportedTensorError(
             f"tensor {quoted(name)} of dtype {kind.name} has its {'conj' if conj else 'neg'} bit set, "
-            "which means nothing there: save resolve_conj().resolve_neg() of it",
+            "which means nothing there: save x.resolve_conj().resolve_neg()",
             tensor=name,
         )
     if not conj and not neg:

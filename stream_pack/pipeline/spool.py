@@ -39,14 +39,14 @@ class Spool:
         if self._folder is None:
             much = "disk space for all of it" if nbytes is None else f"up to {nbytes} bytes of disk space"
             raise LimitError(
-                f"{why}: this needs {much} temporarily, and a stream target has "
-                "no folder of its own: name one with --spool-dir (spool_dir=)",
+                f"{why}: this needs {much} temporarily, but the target is a stream: "
+                "choose a folder with --spool-dir (spool_dir=)",
                 value=nbytes,
             )
         announce, self._announce = self._announce, None
         if announce is not None:
             much = "disk space" if nbytes is None else f"up to {human_nbytes(nbytes)} of disk space"
-            announce(f"{why}: {much} will be taken temporarily in {os.fspath(self._folder) or '.'}")
+            announce(f"{why}: using {much} temporarily in {os.fspath(self._folder) or '.'}")
         return self._folder
 
     def open(self, *, why: str, nbytes: int | None) -> SpoolFile:

@@ -60,9 +60,7 @@ def open_source(
     opened = _Opening(noting, spool, MemoryWatch(max_memory)).source(source)
     if key is not None and key != WHOLE and not nests:
         opened.close()
-        raise OptionError(
-            f"--key (key=) chooses among nested dicts, and this source ({opened.traits.kind}) nests nothing"
-        )
+        raise OptionError(f"--key (key=) selects from nested dicts, and this source ({opened.traits.kind}) has none")
     return opened
 
 
@@ -188,4 +186,4 @@ class _Opening:
             from stream_pack.sources.executorch.source import open_et_file
 
             return open_et_file(stream, survey_program, spool=self.spool)
-        raise UnsupportedCheckpointError(f"cannot be converted: {describe(kind, start)}")
+        raise UnsupportedCheckpointError(f"cannot convert this input: it is {describe(kind, start)}")

@@ -110,13 +110,13 @@ def _check_metadata(metadata: object) -> None:
     if metadata is not None and not (
         isinstance(metadata, Mapping) and all(isinstance(text, str) for pair in metadata.items() for text in pair)
     ):
-        raise _wrong("metadata", metadata, "a mapping of text to text")
+        raise _wrong("metadata", metadata, "a mapping of strings to strings")
 
 
 def _patterns(option: str, given: object) -> tuple[str, ...]:
     patterns = _several(given)
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise _wrong(option, given, "a glob as text, or several")
+        raise _wrong(option, given, "a glob or an iterable of globs")
     return cast("tuple[str, ...]", patterns)
 
 

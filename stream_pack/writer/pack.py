@@ -104,7 +104,7 @@ def write_pack(
     prepared = prepare(source, settings, in_order=sink.in_order)
     if prepared.spool_nbytes:
         spool.require(
-            why=f"a {source.traits.kind} from a pipe, with tensors that are strided or come before their turn",
+            why=f"a {source.traits.kind} from a pipe, with strided or out-of-order tensors",
             nbytes=prepared.spool_nbytes,
         )
     writer = PackWriter(prepared.layout, prepared.encoded, sink)

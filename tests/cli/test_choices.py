@@ -106,7 +106,7 @@ def test_patterns_that_leave_nothing_are_the_inputs_fault(source: Path, capfd: p
 
 def test_memory_that_cannot_be_enough_is_refused_at_once(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(source), str(source) + ".pack", "--max-memory", "1M"]) == 3
-    assert "takes at least" in capfd.readouterr().err
+    assert "needs at least" in capfd.readouterr().err
     assert not Path(str(source) + ".pack").exists()
 
 
@@ -165,7 +165,7 @@ def test_disk_space_that_a_pipe_needs_is_announced_before_the_pack_begins(tmp_pa
     argv = [sys.executable, "-m", "stream_pack", "convert", "-", str(tmp_path / "out")]
     done = subprocess.run(argv, input=buffer.getvalue(), capture_output=True, check=True)
     first, last = done.stderr.decode().splitlines()
-    assert "up to 234 KiB of disk space will be taken temporarily" in first
+    assert "using up to 234 KiB of disk space temporarily" in first
     assert str(tmp_path) in first
     assert "234 KiB spooled" in last
     done = subprocess.run([*argv, "--quiet"], input=buffer.getvalue(), capture_output=True, check=True)

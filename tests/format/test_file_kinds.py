@@ -126,10 +126,10 @@ def test_the_first_bytes_tell_what_an_input_claims_to_be(start: bytes, kind: Kin
         (ZSTD, ["compressed", "zstd -dc"]),
         (LFS, ["Git LFS", "git lfs pull"]),
         (zipped("m/code/__torch__.py"), ["TorchScript", "save its state_dict()"]),
-        (b"<html>404", ["web page", "'<html>404'", "download"]),
+        (b"<html>404", ["web page", "'<html>404'", "login or error page"]),
         (b"loading...\n" + torch_save(WEIGHTS), ["b'loading...\\n'", "print to stdout"]),
         (b"\x01\x02\xff" + bytes(20), ["01 02 ff 00"]),
-        (b"\x01\x02", ["01 02", "that is all"]),
+        (b"\x01\x02", ["01 02", "(the whole input)"]),
     ],
     # Later bytes of an archive are its time, and a name has to be the same in every process.
     ids=lambda value: repr(value[:3]),

@@ -56,4 +56,4 @@ def test_space_is_announced_once_and_only_when_it_is_needed(tmp_path: Path) -> N
     assert lines == []
     spool.require(why="a reason", nbytes=2048)
     spool.open(why="another", nbytes=5).close()
-    assert lines == [f"a reason: up to 2.00 KiB of disk space will be taken temporarily in {tmp_path}"]
+    assert lines == [f"a reason: using up to 2.00 KiB of disk space temporarily in {tmp_path}"]

@@ -303,9 +303,9 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
         ({"rename": ["s/a/b/", None]}, "rename=.*: expected 's/REGEX/REPLACEMENT/'"),
         ({"rename": len}, "rename= returned 3 for 'big': expected text"),
         ({"alignment": 16384}, r"expected stream_pack.Alignment\(small=..., large=...\)"),
-        ({"metadata": "abc"}, "expected a mapping of text to text"),
-        ({"metadata": {"step": 7}}, "expected a mapping of text to text"),
-        ({"metadata": {7: "step"}}, "expected a mapping of text to text"),
+        ({"metadata": "abc"}, "expected a mapping of strings to strings"),
+        ({"metadata": {"step": 7}}, "expected a mapping of strings to strings"),
+        ({"metadata": {7: "step"}}, "expected a mapping of strings to strings"),
     ],
 )
 def test_options_of_another_type_are_refused_in_words(

@@ -43,15 +43,15 @@ class Rename:
         mark = text[1:2]
         parts = _split(text[2:], mark)
         if not text.startswith("s") or not _may_delimit(mark) or len(parts) != 3:
-            raise OptionError(f"the renaming {quoted(text)} is not of the form s/REGEX/REPLACEMENT/")
+            raise OptionError(f"invalid rename {quoted(text)}: expected s/REGEX/REPLACEMENT/")
         regex, replacement, flags = parts
         if flags not in ("", "g"):
-            raise OptionError(f"the renaming {quoted(text)} ends in {quoted(flags)}: expected 'g' or nothing")
+            raise OptionError(f"invalid rename {quoted(text)}: it ends in {quoted(flags)}, expected 'g' or nothing")
         try:
             pattern = re.compile(regex)
         except (re.error, RecursionError, OverflowError) as error:
             raise OptionError(
-                f"the renaming {quoted(text)}: {quoted(regex)} is not a regular expression: {error}"
+                f"invalid rename {quoted(text)}: {quoted(regex)} is not a regular expression: {error}"
             ) from None
         # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
         return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
@@ -117,7 +117,7 @@ def _chosen(names: Sequence[str], selection: Selection) -> NDArray[np.intp]:
         given = [f"include {quoted(pattern)}" for pattern in selection.include]
         given += [f"exclude {quoted(pattern)}" for pattern in selection.exclude]
         raise SourceError(
-            f"no tensor is left by {', '.join(given)}: patterns match whole names, and the source has "
+            f"no tensor is selected by {', '.join(given)}: a pattern must match the whole name; the source has "
             f"{listed(names, most=SHOWN_NAMES)}"
         )
     return np.flatnonzero(kept)
@@ -133,8 +133,8 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
                 raise OptionError(f"rename= returned {shown(new)} for {quoted(name)}: expected text")
         if new in given:
             raise SourceError(
-                f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: rename one of them "
-                "otherwise"
+                f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: give one of them "
+                "another name"
             )
         try:
             new.encode()

@@ -93,7 +93,7 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
                 pack = AdaptedSource(pack, replace(pack.catalog, names=names), range(len(names)))
                 members.append(Member(payload.users[0], pack, range(len(names))))
         if len(members) == 1 and not len(source.catalog):
-            where = f": {survey.external} lie in other files" if survey.external else ""
+            where = f": {survey.external} are in other files" if survey.external else ""
             raise UnsupportedCheckpointError(f"this {source.traits.kind} holds no constants{where}")
         if len(members) == 1:
             return source
@@ -182,15 +182,13 @@ def _refusals(constants: Constants) -> Mapping[int, str]:
 def _remarks(survey: Survey, spooled: SpoolFile | None) -> Iterator[str]:
     others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
     if others:
-        yield (
-            f"{len(others)} payloads of {listed(sorted(set(others)))} were left out: what is in them is not known here"
-        )
+        yield f"{len(others)} payloads of {listed(sorted(set(others)))} were skipped: their format is unknown"
     if survey.external:
-        yield f"{survey.external} constants of the program lie in other files"
+        yield f"{survey.external} constants of the program are in other files"
     if spooled is not None:
         yield (
-            "the program describes some constants after others, so that they are known only at its end: all of it, "
-            f"{spooled.nbytes} bytes, went through a temporary file"
+            "the program describes some constants after others, so that they are known only at its end: "
+            f"all {spooled.nbytes} bytes were spooled to a temporary file"
         )
 
 

@@ -51,8 +51,8 @@ def describe_array(name: str, array: NDArray[np.generic]) -> LiveTensor:
     """
     if type(array) not in (np.ndarray, np.memmap):
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} is a {type(array).__module__}.{type(array).__qualname__}, whose meaning its bytes "
-            "alone do not carry: pass numpy.asarray() of it if they are what you want",
+            f"tensor {quoted(name)} is a {type(array).__module__}.{type(array).__qualname__}, which its bytes alone "
+            "do not represent: pass numpy.asarray(x) to store only the bytes",
             tensor=name,
         )
     dtype = _dtype_number(name, array.dtype)

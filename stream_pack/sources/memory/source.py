@@ -125,8 +125,7 @@ def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[st
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(tensors, torch.nn.Module):
             raise SourceError(
-                f"a {type(tensors).__qualname__} has no names for tensors: pass a mapping of names to tensors, "
-                "or a torch.nn.Module"
+                f"expected a mapping of names to tensors or a torch.nn.Module, got {type(tensors).__qualname__}"
             )
         from stream_pack.sources.memory.torch_tensors import module_tensors
 
@@ -136,7 +135,7 @@ def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[st
 
 def _describe(name: object, value: object) -> LiveTensor:
     if not isinstance(name, str):
-        raise SourceError(f"the key {quoted(repr(name))} is a {type(name).__qualname__}: names of tensors are text")
+        raise SourceError(f"the key {quoted(repr(name))} is a {type(name).__qualname__}: tensor names must be strings")
     if isinstance(value, np.ndarray):
         return describe_array(name, value)
     torch = sys.modules.get("torch")
@@ -146,6 +145,6 @@ def _describe(name: object, value: object) -> LiveTensor:
         return describe_tensor(name, value)
     raise UnsupportedTensorError(
         f"{quoted(name)} is a {type(value).__module__}.{type(value).__qualname__}, neither a torch tensor nor a "
-        "NumPy array: leave it out, or make it one",
+        "NumPy array: remove it or convert it",
         tensor=name,
     )

@@ -104,21 +104,21 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
     """Why the bytes at the tensor's pointer would not be its elements; None if they are."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        return f"is a {kind}, a tensor subclass whose outer shape and dtype need not be those of its bytes"
+        return f"is a {kind}, a tensor subclass whose shape and dtype may not match its stored bytes"
     if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return "is a wrapper that a function transform made (functionalize, vmap, grad): it has no bytes"
     if tensor.is_nested:
         return "is nested: save its values and offsets as tensors of their own"
     if tensor.layout != torch.strided:
-        return f"has the layout {tensor.layout}: save to_dense() of it, or its parts"
+        return f"has the layout {tensor.layout}: save x.to_dense(), or its parts"
     if tensor.is_quantized:
-        return f"is quantized ({tensor.dtype}): save dequantize() of it, or int_repr(), scale and zero point"
+        return f"is quantized ({tensor.dtype}): save x.dequantize(), or x.int_repr(), scale and zero point"
     if tensor.is_meta:
         return "is on the meta device: it has no bytes"
     if tensor._is_zerotensor():
-        return "is a placeholder for zeros without bytes: save clone() of it"
+        return "is a placeholder for zeros without bytes: save x.clone()"
     if str(tensor.dtype).removeprefix("torch.") not in BY_TORCH:
-        return f"has the dtype {tensor.dtype}, which a pack cannot hold: save view(torch.uint8) of it, or convert it"
+        return f"has the dtype {tensor.dtype}, which a pack cannot hold: save x.view(torch.uint8), or convert it"
     return None
 
 

@@ -51,7 +51,7 @@ class PartStream:
             if not len(self._rest):
                 chunk = next(self._chunks, None)
                 if chunk is None:
-                    raise TruncatedSourceError(f"{self._what} ends {nbytes} bytes before it should")
+                    raise TruncatedSourceError(f"{self._what} ended {nbytes} bytes early")
                 self._rest = chunk
             piece, self._rest = _split(self._rest, nbytes)
             nbytes -= len(piece)
@@ -130,8 +130,8 @@ def tiled(name: str, shape: Sequence[int], boxes: Sequence[Box], *, bits: int) -
             or any(end > dim for end, dim in zip(ends, shape))
         ):
             raise UnsupportedCheckpointError(
-                f"part {number} of tensor {quoted(name)}, at {list(box.offsets)} of shape {list(box.sizes)}, does not "
-                f"lie in the tensor's shape {list(shape)}"
+                f"part {number} of tensor {quoted(name)}, at {list(box.offsets)} of shape {list(box.sizes)}, is "
+                f"outside the tensor's shape {list(shape)}"
             )
     # Beforehand, so that a plan is made only of parts that can tile, and has no more rows than they have.
     covered = sum(prod(box.sizes) for box in boxes)
@@ -220,7 +220,9 @@ def _merged(plan: list[Rows]) -> list[Rows]:
 
 
 def _no_tiling(name: str, why: str) -> UnsupportedCheckpointError:
-    return UnsupportedCheckpointError(f"the parts of tensor {quoted(name)} do not make it up, each element once: {why}")
+    return UnsupportedCheckpointError(
+        f"the parts of tensor {quoted(name)} do not cover each element exactly once: {why}"
+    )
 
 
 def _split(chunk: Chunk, nbytes: int) -> tuple[Chunk, Chunk]:

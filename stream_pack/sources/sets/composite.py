@@ -38,8 +38,8 @@ MAX_FILE_NAME_NBYTES = 255
 """Of the file systems of Linux and macOS: a longer name is no file's."""
 
 
-def member_path(folder: Path, name: object, *, told_by: str) -> Path:
-    """The file of a set that ``told_by``, itself a file of the set, calls ``name``.
+def member_path(folder: Path, name: object, *, named_by: str) -> Path:
+    """The file of a set that ``named_by``, itself a file of the set, calls ``name``.
 
     Only a plain name is followed, so nothing outside ``folder`` can be named; what is there may be a symbolic
     link (the hub's cache is made of them), because the owner of the folder put it there.
@@ -53,13 +53,13 @@ def member_path(folder: Path, name: object, *, told_by: str) -> Path:
         or not 0 < _utf8_nbytes(name) <= MAX_FILE_NAME_NBYTES
     ):
         raise UnsupportedCheckpointError(
-            f"{told_by} names the file {shown(name)}: expected the plain name of a file in the same folder"
+            f"{named_by} names the file {shown(name)}: expected the plain name of a file in the same folder"
         )
     try:
         return regular_file(folder / name)
     except FileNotFoundError:
         raise UnsupportedCheckpointError(
-            f"{told_by} names the file {quoted(name)}, which is not there: was the download interrupted?"
+            f"{named_by} names the file {quoted(name)}, which does not exist: was the download interrupted?"
         ) from None
 
 
@@ -69,7 +69,7 @@ def regular_file(path: Path) -> Path:
     Raises: UnsupportedCheckpointError for anything but a regular file; OSError.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise UnsupportedCheckpointError(f"{quoted(str(path))} belongs to a set of files, and is not a regular file")
+        raise UnsupportedCheckpointError(f"{quoted(str(path))} is part of the checkpoint but not a regular file")
     return path
 
 
@@ -257,7 +257,7 @@ def _one_buffer(stream: Iterator[Piece], buffer: int, nbytes: int) -> Iterator[P
     while nbytes > 0:
         piece = next(stream, None)
         if piece is None:
-            raise TruncatedSourceError(f"the bytes of buffer {buffer} ended {nbytes} too early")
+            raise TruncatedSourceError(f"buffer {buffer} ended {nbytes} bytes early")
         nbytes -= len(piece[1])
         yield piece
 

@@ -47,7 +47,7 @@ class DcpSource(Source):
         chosen = flatten(_nested(found.tensors), ())
         remarks = list(chosen.remarks)
         if found.ignored:
-            remarks.append(f"{found.ignored} entries that are no tensors were left out")
+            remarks.append(f"{found.ignored} entries that are not tensors were skipped")
         unnamed = {name for name in os.listdir(folder) if name.endswith(SHARD_SUFFIX)} - found.files
         if unnamed:
             remarks.append(

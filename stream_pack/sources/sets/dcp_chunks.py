@@ -46,7 +46,7 @@ def check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
             first[place.file] = min(place.begin, first.get(place.file, place.begin))
             end[place.file] = max(place.begin + place.nbytes, end.get(place.file, 0))
     for file, begin in first.items():
-        path = member_path(folder, file, told_by=METADATA)
+        path = member_path(folder, file, named_by=METADATA)
         with open(path, "rb") as shard:
             nbytes = os.fstat(shard.fileno()).st_size
             if nbytes < end[file]:

@@ -46,7 +46,7 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -
     is not in its file; what ``open_file`` raises; LimitError; OSError.
     """
     files = _read_index(index, watch)
-    paths = [member_path(index.parent, name, told_by=quoted(index.name)) for name in files]
+    paths = [member_path(index.parent, name, named_by=quoted(index.name)) for name in files]
     sources = open_members(paths, open_file)
     try:
         watch.allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))

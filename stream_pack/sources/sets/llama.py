@@ -69,8 +69,8 @@ class LlamaSource(Source):
 
     def __init__(self, folder: Path, *, open_file: OpenFile) -> None:
         names = _shard_names(entry.name for entry in folder.iterdir())
-        params = read_params(member_path(folder, PARAMS, told_by="a Llama checkpoint"))
-        paths = [member_path(folder, name, told_by="a Llama checkpoint") for name in names]
+        params = read_params(member_path(folder, PARAMS, named_by="a Llama checkpoint"))
+        paths = [member_path(folder, name, named_by="a Llama checkpoint") for name in names]
         self._names = names
         self._shards = open_members(paths, open_file)
         self._tensors: dict[int, _Merged] = {}
@@ -159,8 +159,8 @@ class LlamaSource(Source):
         for name, shard in zip(self._names, self._shards):
             if not shard.traits.chooses_order:
                 raise UnsupportedCheckpointError(
-                    f"{name} gives its tensors only in its own order, so it cannot be read beside the others: a "
-                    "compressed archive has to be zipped again without compression (zip -0)"
+                    f"{name} can only be read sequentially, so it cannot be merged with the other shards: repack the "
+                    "archive without compression (zip -0)"
                 )
             shard.refuse(range(len(shard.catalog)))
 

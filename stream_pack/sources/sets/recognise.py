@@ -55,12 +55,12 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: M
     if len(found) > 1:
         raise UnsupportedCheckpointError(
             f"the folder {quoted(str(folder))} holds {len(found)} checkpoints: "
-            f"{listed((what for what, _ in found), show=str)}; name the index file itself, or move one of them away"
+            f"{listed((what for what, _ in found), show=str)}; pass the index file's path, or move the others away"
         )
     if not found:
-        hint = f"; it holds {listed(weights)}: name the file that you want" if weights else ""
+        hint = f"; it holds {listed(weights)}: pass the path of a file" if weights else ""
         raise UnsupportedCheckpointError(
-            f"the folder {quoted(str(folder))} is no checkpoint known here: looked for {_LOOKED_FOR}{hint}"
+            f"no known kind of checkpoint in folder {quoted(str(folder))}: looked for {_LOOKED_FOR}{hint}"
         )
     [(_, open_set)] = found
     return open_set()

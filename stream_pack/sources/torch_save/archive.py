@@ -227,8 +227,8 @@ class TorchArchive:
         if self._stream.regular_file is None:
             raise UnsupportedCheckpointError(
                 f"the archive's first record is {quoted(first.name)}, not data.pkl ({_looks_like([first.name])}), "
-                "so what it holds is known only at its end: to convert it takes temporary disk space for all of it; "
-                "to look at it first, save it to a file"
+                "so its contents are known only at the end: converting it needs temporary disk space for the whole "
+                "archive; save it to a file to inspect it first"
             )
         self._stream.seek(find_directory(self._stream))
         directory = {entry.name: entry for entry in read_directory(self._stream)}

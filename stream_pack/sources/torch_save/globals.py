@@ -275,7 +275,7 @@ def _rebuild_from_type(function: object, kind: object, args: object, state: obje
         local, shape = local_tensor(args, state) or (None, None)
         if type(local) is Tensor and type(shape) is tuple and local.shape == shape:
             return local
-        return Unpackable("a DTensor, one rank's shard", "save full_tensor() of it, or the whole checkpoint's shards")
+        return Unpackable("a DTensor, one rank's shard", "save x.full_tensor(), or the whole checkpoint's shards")
     if kind_name == "torch.nested._internal.nested_tensor.NestedTensor":
         return _NESTED
     return Unpackable(
@@ -344,9 +344,9 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper_subclass,
-    "torch._utils._rebuild_qtensor": _unpackable("quantized", "save dequantize() of it"),
-    "torch._utils._rebuild_sparse_tensor": _unpackable("sparse", "save to_dense() of it"),
-    "torch._utils._rebuild_sparse_csr_tensor": _unpackable("sparse", "save to_dense() of it"),
+    "torch._utils._rebuild_qtensor": _unpackable("quantized", "save x.dequantize()"),
+    "torch._utils._rebuild_sparse_tensor": _unpackable("sparse", "save x.to_dense()"),
+    "torch._utils._rebuild_sparse_csr_tensor": _unpackable("sparse", "save x.to_dense()"),
     "torch._utils._rebuild_nested_tensor": lambda *_args: _NESTED,
     "torch.nested._internal.nested_tensor._rebuild_njt": lambda *_args: _NESTED,
     "torch._utils._rebuild_meta_tensor_no_storage": _unpackable(

@@ -103,8 +103,8 @@ class Chosen:
         """What was decided without being asked."""
         if not self.by_rule or not self.path:
             return ()
-        others = f", and left out the tensors below {listed(self.left_out, show=str)}" if self.left_out else ""
-        return (f"took the tensors below {self.where}{others}",)
+        others = f"; skipped those under {listed(self.left_out, show=str)}" if self.left_out else ""
+        return (f"using the tensors under {self.where}{others}",)
 
 
 def choose(value: object, key: Key, clean: set[int]) -> Chosen:
@@ -123,8 +123,8 @@ def choose(value: object, key: Key, clean: set[int]) -> Chosen:
         )
     if isinstance(found[0], Tensor | Unpackable) and path:
         raise UnsupportedCheckpointError(
-            f"the key {shown_pickled('.'.join(path))} leads to a single tensor: choose what holds it, and then the "
-            "tensor with --include (include=)"
+            f"the key {shown_pickled('.'.join(path))} is a single tensor: give --key (key=) its parent and "
+            "select it with --include (include=)"
         )
     return Chosen(found[0], path, by_rule=False)
 
@@ -133,7 +133,7 @@ def _check(key: object) -> None:
     if key is None or isinstance(key, str):
         return
     if not isinstance(key, Sequence) or not all(isinstance(step, str) for step in key):
-        raise OptionError(f"key={quoted(repr(key))}: expected a text, or a sequence of texts")
+        raise OptionError(f"key={quoted(repr(key))}: expected a string or a sequence of strings")
 
 
 def _by_rule(value: object, clean: set[int]) -> Chosen:

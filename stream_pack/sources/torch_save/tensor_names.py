@@ -108,12 +108,12 @@ class NamedTensors:
     def remarks(self, unknown: Collection[str]) -> Iterator[str]:
         """What was left out."""
         if self.ignored:
-            yield f"values that are no tensors, left out: {self.ignored}"
+            yield f"skipped values that are not tensors: {self.ignored}"
         if unknown or self.objects:
             inside = self._inside_objects
             tensors = f", and the tensors inside them ({inside})" if inside else ""
             yield (
-                f"objects that only code could rebuild were left out{tensors}: "
+                f"objects that need code to load were skipped{tensors}: "
                 f"{listed(unknown) if unknown else listed(self.objects, show=str)}"
             )
 

@@ -21,8 +21,8 @@ from stream_pack.sources.torch_save.zip_records import peek_name
 __all__ = ["TorchZipSource"]
 
 SPOOLED = (
-    "the archive's first record is not data.pkl, so that its tensors are known only at its end: all of it, {} bytes, "
-    "went through a temporary file"
+    "the archive's first record is not data.pkl, so that its tensors are known only at its end: all {} bytes were "
+    "spooled to a temporary file"
 )
 
 

@@ -122,7 +122,7 @@ def test_names_are_rewritten_as_sed_would(text: str, name: str, renamed: str) ->
     ],
 )
 def test_a_renaming_that_does_not_parse_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="renaming"):
+    with pytest.raises(OptionError, match="invalid rename"):
         Rename.parse(text)
 
 

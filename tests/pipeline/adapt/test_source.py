@@ -219,7 +219,7 @@ def test_a_hole_is_cast_to_a_hole() -> None:
 def test_a_refusal_closes_the_source_and_leaves_the_target_alone(tmp_path: Path) -> None:
     target = tmp_path / "pack"
     target.write_text("before")
-    with pytest.raises(SourceError, match="no tensor is left"):
+    with pytest.raises(SourceError, match="no tensor is selected"):
         stream_pack.convert(tensors(), target, include=["nothing"])
     with pytest.raises(LimitError, match="at least"):
         stream_pack.convert(tensors(), target, max_memory=1)

@@ -243,7 +243,7 @@ def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("xnnpack/linear_dynamic_qcs8.0.xh00", 8), ("ptd/mlp_xnnpack.pte", 5)])
 def test_a_file_whose_constants_lie_elsewhere_says_so(name: str, count: int) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=f"{count} lie in other files"):
+    with pytest.raises(UnsupportedCheckpointError, match=f"{count} are in other files"):
         stream_pack.convert(VECTORS / name, io.BytesIO())
 
 

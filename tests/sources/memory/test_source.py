@@ -658,7 +658,7 @@ def test_a_modules_extra_state_is_refused_unless_it_is_a_tensor() -> None:
 
 @pytest.mark.parametrize("key", [0, None, ("a", 1), b"w", 1.5])
 def test_names_are_text(key: object) -> None:
-    with pytest.raises(SourceError, match="names of tensors are text") as caught:
+    with pytest.raises(SourceError, match="tensor names must be strings") as caught:
         LiveSource({key: np.zeros(1)})  # type: ignore[dict-item]
     assert repr(key) in str(caught.value)
 
@@ -672,7 +672,7 @@ def test_odd_names_are_kept_exactly() -> None:
 
 @pytest.mark.parametrize("value", [[("w", np.zeros(1))], np.zeros(1), torch.zeros(1), None])
 def test_what_has_no_names_is_refused(value: object) -> None:
-    with pytest.raises(SourceError, match="pass a mapping"):
+    with pytest.raises(SourceError, match="expected a mapping of names to tensors"):
         LiveSource(value)  # type: ignore[arg-type]
 
 

@@ -192,7 +192,7 @@ def test_a_file_that_is_missing_or_no_regular_file_is_named(tmp_path: Path) -> N
     index = write_safetensors(tmp_path)
     missing = tmp_path / f"{SHARDS[1]}.safetensors"
     missing.unlink()
-    with pytest.raises(UnsupportedCheckpointError, match=f"{missing.name}', which is not there"):
+    with pytest.raises(UnsupportedCheckpointError, match=f"{missing.name}', which does not exist"):
         open_source(index)
     missing.mkdir()
     with pytest.raises(UnsupportedCheckpointError, match="not a regular file"):

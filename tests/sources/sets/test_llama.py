@@ -315,5 +315,5 @@ def test_params_that_do_not_fit_are_refused(tmp_path: Path, params: str, why: st
 def test_without_params_nothing_is_guessed(tmp_path: Path) -> None:
     write(tmp_path, contiguous(cut(whole_model(), 2, LLAMA_2)))
     (tmp_path / "params.json").unlink()
-    with pytest.raises(UnsupportedCheckpointError, match="'params.json', which is not there"):
+    with pytest.raises(UnsupportedCheckpointError, match="'params.json', which does not exist"):
         open_source(tmp_path)

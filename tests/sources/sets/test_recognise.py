@@ -99,7 +99,7 @@ def test_an_unknown_folder_says_what_was_looked_for_and_what_it_has_instead(tmp_
     for looked_for in ("index.json", "consolidated.NN.pth", "params.json", ".metadata", ".distcp", "type.ninja"):
         assert looked_for in str(caught.value)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': name the file"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': pass the path of a file"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
@@ -125,7 +125,7 @@ def test_metadata_whose_shards_are_all_gone_says_so(tmp_path: Path) -> None:
     distributed(tmp_path)
     for shard in tmp_path.glob("*.distcp"):
         shard.unlink()
-    with pytest.raises(UnsupportedCheckpointError, match=r"'__0_0\.distcp', which is not there"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"'__0_0\.distcp', which does not exist"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
