@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS)
 .PHONY: help demo test test-slow test-all test-executorch lint docs perf clean
 
 help:
-	@echo "make demo             pipe a checkpoint made on the spot into a pack, then inspect and verify it"
+	@echo "make demo             pipe a checkpoint generated for it into a pack, then inspect and verify it"
 	@echo "make test             the tests, but for the slow ones and those that need ExecuTorch"
 	@echo "make test-slow        the slow ones: gigabytes, every byte of a file, packages from the network"
 	@echo "make test-all         both"

@@ -46,12 +46,12 @@ _EXIT_CODES = """\
 exit codes:
   0  success
   1  damage: the pack is truncated, or its bytes are not those that were written
-  2  wrong usage
+  2  usage error
   3  the input cannot be used: not a checkpoint, not a pack, made by a newer version, an unsupported tensor, a raw
      payload without checksums to verify, or a file that does not exist or cannot be opened
-  4  the machine failed: disk full, I/O error, out of memory; or stream-pack has a bug
+  4  system error (disk full, I/O error, out of memory), or a bug in stream-pack
   130 (143, 129)  interrupted by SIGINT (SIGTERM, SIGHUP); the target is unchanged and temporary files are removed
-  141  the reader of stdout has gone
+  141  stdout was closed by its reader
 """
 
 _PATH_ERRNOS = frozenset({

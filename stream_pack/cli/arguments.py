@@ -69,7 +69,7 @@ def add_file(parser: argparse.ArgumentParser, name: str) -> None:
 
 def add_offset(parser: argparse.ArgumentParser) -> None:
     """Where to start in a file."""
-    text = "byte of the file to start at (default 0), as inspect shows it for packs inside a .pte"
+    text = "file offset to start at (default 0); inspect shows it for packs inside a .pte"
     add_option(parser, "--offset", "NBYTES", text, type=nbytes)
     parser.set_defaults(offset=0)
 

@@ -56,9 +56,9 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     _add_keys(parser)
     _add_selection(parser)
     _add_layout(parser)
-    text = "folder for temporary files if TARGET is - (otherwise that of TARGET)"
+    text = "folder for temporary files if TARGET is - (otherwise TARGET's folder is used)"
     add_option(parser, "--spool-dir", "FOLDER", text)
-    text = "use less memory than this (resident anonymous pages, the interpreter included), or refuse at once"
+    text = "memory limit (resident anonymous pages, the interpreter included); fails at the start if it is too low"
     add_option(parser, "--max-memory", "NBYTES", text, type=nbytes)
     text = "print what would be done and write nothing; reads no tensor data, and only the head of a pipe"
     add_flag(parser, "--dry-run", text=text)
@@ -72,14 +72,14 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "training checkpoints",
-        "A flat state dict is taken as it is. In a nested checkpoint, the dict under state_dict, model or "
-        "model_state_dict is taken if exactly one of these keys holds tensors; otherwise --key must choose one.",
+        "A flat state dict is used as is. In a nested checkpoint, the dict under state_dict, model or "
+        "model_state_dict is used if exactly one of these keys holds tensors; otherwise --key must choose one.",
     )
-    text = "take what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
+    text = "use what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
     add_option(group, "--key", "KEY", text, repeated=True)
     text = "print which keys hold tensors, how many and how large, and write nothing"
     add_flag(group, "--list-keys", text=text)
-    text = "leave out objects that only code could rebuild, with all they contain, instead of refusing them"
+    text = "skip objects that need code to load, and all they contain, instead of failing"
     add_flag(group, "--ignore-unknown", text=text)
 
 
@@ -99,7 +99,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("the pack", "NBYTES can end in K, M or G, which are binary.")
+    group = parser.add_argument_group("the pack", "NBYTES can end in K, M or G (powers of 1024).")
     text = "store this text in the pack; can be repeated"
     add_option(group, "--metadata", "KEY=VALUE", text, type=key_value, repeated=True)
     text = "alignment of each tensor (default 256)"

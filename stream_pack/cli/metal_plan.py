@@ -16,7 +16,7 @@ __all__ = ["METAL_PLAN"]
 
 def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     add_file(parser, "PACK")
-    text = "the device's longest buffer (default 3.5G, the limit of the smallest Macs)"
+    text = "the device's maximum buffer length (default 3.5G, the limit of the smallest Macs)"
     add_option(parser, "--max-buffer-length", "NBYTES", text, type=nbytes)
 
 

@@ -40,14 +40,14 @@ class Standard:
         """The descriptor to read a checkpoint from.  Raises: UsageError."""
         if _STDIN in self.closed or os.isatty(_STDIN):
             what = "closed" if _STDIN in self.closed else "a terminal"
-            raise UsageError(f"stdin is {what}: pipe a checkpoint in, or name a file")
+            raise UsageError(f"stdin is {what}: pipe a checkpoint in, or give a file name")
         return _STDIN
 
     def target(self) -> int:
         """The descriptor to write a pack to.  Raises: UsageError."""
         self.require_stdout()
         if os.isatty(_STDOUT):
-            raise UsageError("stdout is a terminal, and a pack is binary: redirect it, or name a file")
+            raise UsageError("stdout is a terminal, and a pack is binary: redirect it, or give a file name")
         return _STDOUT
 
     def write(self, text: str) -> None:

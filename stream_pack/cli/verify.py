@@ -45,8 +45,8 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
 VERIFY = Command(
     summary="recompute all checksums of a pack and list all damage",
     description="Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range. A file "
-    "that ExecuTorch wrote has no checksums: its visible faults are listed, and the packs inside it are verified; if "
-    "there is no fault, the exit code is 3, because nothing was proved.",
+    "that ExecuTorch wrote has no checksums: its structural faults are listed, and the packs inside it are verified; "
+    "if no fault is found, the exit code is 3, because the file itself could not be verified.",
     reads="pack",
     add_arguments=_add_arguments,
     run=_run,

@@ -106,7 +106,7 @@ class Table:
         """The texts of a vector of at most ``limit`` strings; absent counts as empty."""
         first, count = self.vector_position(slot, 4) or (0, 0)
         if count > limit:
-            raise FormatError(f"{self.what} is broken: {count} texts, the limit is {limit}")
+            raise FormatError(f"{self.what} is broken: {count} strings, the limit is {limit}")
         texts = []
         total = 0
         for position in range(first, first + 4 * count, 4):
@@ -120,7 +120,7 @@ class Table:
         return texts
 
     def _text(self, position: int, nbytes: int) -> str:
-        return decode_text(self.data, position, nbytes, f"{self.what}: a text at byte {position}")
+        return decode_text(self.data, position, nbytes, f"{self.what}: a string at byte {position}")
 
 
 class Tables:
@@ -202,7 +202,7 @@ class Tables:
         return [self._text(first, nbytes) if held else None for held, first, nbytes in rows]
 
     def _text(self, first: int, nbytes: int) -> str:
-        return decode_text(self._raw.data, first, nbytes, f"{self.what}: a text at byte {first}")
+        return decode_text(self._raw.data, first, nbytes, f"{self.what}: a string at byte {first}")
 
     def spans(self, slot: int, itemsize: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where the first elements of vectors are, and how many there are; absent counts as empty.

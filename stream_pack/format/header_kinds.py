@@ -55,7 +55,8 @@ def plain_front(to: object) -> Front:
     """
     kind = KINDS.get(to) if isinstance(to, str) else None
     if kind is None:
-        raise OptionError(f"to={to!r}: expected {', '.join(map(repr, KINDS))}")
+        *others, last = map(repr, KINDS)
+        raise OptionError(f"to={to!r}: expected {', '.join(others)} or {last}")
     return Front(kind, kind.encode)
 
 

@@ -96,7 +96,7 @@ def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | No
         return decode_head(data)
     if Footer.stands_before(end() or b""):
         raise FormatError(
-            f"no locator before byte {len(data)}, where one must end, but a footer at the end; the file is damaged"
+            f"no locator at the expected position before byte {len(data)}, but a footer at the end; the file is damaged"
         )
     raise RawPayloadError(
         f"neither locator nor footer: a raw {header.kind.raw}, in which nothing can be verified, or a pack damaged in "

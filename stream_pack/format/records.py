@@ -58,7 +58,7 @@ class _Record:
         """
         if len(tail) < _TAIL.size or not cls.stands_before(tail):
             raise FormatError(
-                f"no {cls.NAME} where one must end: expected {cls.MAGIC.hex(' ')}, "
+                f"no {cls.NAME} at the expected position: expected {cls.MAGIC.hex(' ')}, "
                 f"found {bytes(tail[-8:]).hex(' ')}; the file is damaged"
             )
         nbytes, version, _ = _TAIL.unpack_from(tail, len(tail) - _TAIL.size)

@@ -22,7 +22,7 @@ class InspectedTensor:
 
     ``buffer`` is the number of the buffer with its bytes, None for a tensor of 0 bytes.  ``shared_with`` is the number
     (in file order, from 0) of a tensor with exactly the same bytes, ``inside`` that of one whose bytes contain these;
-    both are None for most, and numbers because one long name would be repeated for many tensors.  ``page_aligned``: it
+    both are usually None; numbers, so that a long name is not repeated.  ``page_aligned``: it
     starts at a multiple of 16,384, so that it can have its own MTLBuffer.
 
     Units: bytes; ``file_offset`` counts from the pack's first byte.

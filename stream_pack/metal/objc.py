@@ -69,8 +69,8 @@ def native() -> Runtime:
     """The runtime of this Mac.  Raises: MetalUnavailable anywhere else."""
     if sys.platform != "darwin":
         raise MetalUnavailable(
-            f"Metal exists on Apple systems only, and this is {sys.platform}; `stream-pack metal-plan` shows "
-            "here how a Mac will use a pack"
+            f"Metal is available only on Apple systems (this is {sys.platform}); `stream-pack metal-plan` predicts "
+            "how a Mac will use a pack"
         )
     # Without CoreGraphics loaded, MTLCreateSystemDefaultDevice returns nil (so its documentation).
     ctypes.CDLL("/System/Library/Frameworks/CoreGraphics.framework/CoreGraphics")

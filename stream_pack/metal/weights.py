@@ -62,7 +62,9 @@ def open(
         limit = min(limit, check_limit(max_buffer_length))
     if isinstance(source, Pack):
         if (verify, offset, nbytes) != ("never", 0, None):
-            raise OptionError("verify, offset and nbytes belong to stream_pack.open, which has been called")
+            raise OptionError(
+                "verify, offset and nbytes cannot be given with an open Pack: pass them to stream_pack.open"
+            )
         return Weights(source, device, limit, residency=residency, owns_pack=False)
     with ExitStack() as undo:
         pack = undo.enter_context(open_pack(source, offset=offset, nbytes=nbytes, verify=verify))

@@ -1,4 +1,4 @@
-"""The memory of this process, as the system and the C library tell and manage it."""
+"""The memory of this process, as reported by the system and managed by the C library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which buffers want which bytes of a storage that passes by."""
+"""Which buffers want which bytes of a storage that is streamed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class SingleBuffer:
 
 
 class _Passing:
-    """One storage on its way: its buffers by rising start, and those that the current byte is in."""
+    """One storage being streamed: its buffers by rising start, and those that the current byte is in."""
 
     def __init__(self, buffers: list[int], starts: list[int], ends: list[int]) -> None:
         self._buffers, self._starts, self._ends = buffers, starts, ends

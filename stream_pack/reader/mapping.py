@@ -42,7 +42,7 @@ class FileRange:
         except TypeError:
             raise OptionError("offset and nbytes: expected whole numbers") from None
         if offset < 0 or (nbytes is not None and nbytes < 0):
-            raise OptionError(f"offset={offset}, nbytes={nbytes}: expected no negative number")
+            raise OptionError(f"offset={offset}, nbytes={nbytes}: expected non-negative integers")
         self.name = os.fsdecode(path)
         self.path = os.path.abspath(self.name)
         self.offset = offset
@@ -55,7 +55,7 @@ class FileRange:
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file: nothing else can be mapped", self.path)
+            raise OSError(errno.EINVAL, "not a regular file: only regular files can be mapped", self.path)
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         room = max(0, status.st_size - offset)
         self.available = room if nbytes is None else min(nbytes, room)

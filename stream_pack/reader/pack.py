@@ -26,7 +26,7 @@ from stream_pack.reader.payload import read_payload
 from stream_pack.reader.tensors import materialize
 from stream_pack.reader.verify import Progress, VerifyReport, verify_mapped
 from stream_pack.reader.views import TensorSlice, View, view_of
-from stream_pack.text import quoted
+from stream_pack.text import counted, quoted
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ class Pack(Mapping[str, View]):
         if tensor is None:
             shown = quoted(name) if isinstance(name, str) else repr(name)
             raise UnknownTensorError(
-                f"{self.path} has no tensor {shown}; iterate over the pack for the names of its {len(index)} tensors",
+                f"{self.path} has no tensor {shown}; list(pack) gives the names of its {counted(len(index), 'tensor')}",
                 tensor=name,
             )
         return tensor

@@ -17,7 +17,7 @@ from stream_pack.errors import OptionError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.reader.lending import Lender
 from stream_pack.reader.tensors import empty_tensor, tensor_of, torch_form
-from stream_pack.text import quoted
+from stream_pack.text import counted, quoted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +183,7 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         (at,) = ellipses
         keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
     if len(keys) > len(shape):
-        raise IndexError(f"tensor {quoted(name)} has {len(shape)} dims, not {len(keys)}")
+        raise IndexError(f"too many indices for tensor {quoted(name)}: {len(keys)} for {counted(len(shape), 'dim')}")
     first = 0
     kept: list[int] = []
     for axis, dim in enumerate(shape):

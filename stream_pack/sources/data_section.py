@@ -16,7 +16,7 @@ DATA = "the data of the tensors"
 
 
 class DataSectionSource(Source):
-    """Tensors that lie in one section of ``stream``, which is storage 0; no two share bytes of it.
+    """Tensors stored in one section of ``stream``, which is storage 0; no two share bytes of it.
 
     ``data_begin`` and ``data_nbytes``: where the section is.  :meth:`_check_end_of_pipe` knows what may follow it.
 

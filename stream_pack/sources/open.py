@@ -1,4 +1,4 @@
-"""From whatever a caller calls a source to the :class:`Source` that reads it."""
+"""Opens any accepted input as a :class:`Source`."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def open_source(
 
     ``key`` and ``ignore_unknown``: as for
     :func:`stream_pack.sources.torch_save.nesting.flattening`.  ``spool``: for an archive that has to
-    lie on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
+    be on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
     of resident anonymous memory while it reads what the source holds; above it, a LimitError.
 
     Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
     as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError
-    for an object that is none of these.
+    for any other object.
     """
     flatten = flattening(key, ignore_unknown=ignore_unknown)
     nests = False

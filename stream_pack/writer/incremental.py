@@ -115,7 +115,7 @@ class Writer(UnfinishedPack):
         """Write all bytes of one tensor, little-endian and row-major: one bytes-like object or an iterable of them.
 
         A chunk's memory may be reused as soon as the next chunk is requested, or this returns.
-        Raises: UnknownTensorError; StateError for a tensor that was written before, or is out of order in a stream;
+        Raises: UnknownTensorError; StateError for a tensor that was already written, or is out of order in a stream;
         SourceError for too few or too many bytes; any error of ``chunks``.  After an error the pack can only be
         abandoned.
         """
@@ -138,10 +138,10 @@ class Writer(UnfinishedPack):
         if buffer == NO_BUFFER:
             return buffer
         if name not in self._left:
-            raise StateError(f"tensor {quoted(name)} was written before")
+            raise StateError(f"tensor {quoted(name)} was already written")
         turn = next(iter(self._left))
         if self._sink.in_order and name != turn:
-            raise StateError(f"tensor {quoted(name)} is out of order: a stream takes {quoted(turn)} next")
+            raise StateError(f"tensor {quoted(name)} is out of order: a stream target expects {quoted(turn)} next")
         del self._left[name]
         return buffer
 
@@ -173,7 +173,7 @@ class Writer(UnfinishedPack):
         with self._sink:
             self._require_usable()
             if self._left:
-                raise StateError(f"not all tensors were written: {listed(self._left)} missing")
+                raise StateError(f"tensors not written: {listed(self._left)}")
             self._pack.finish()
 
     def __exit__(self, *exc: object) -> None:

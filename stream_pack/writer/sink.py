@@ -162,7 +162,7 @@ class FileSink(Sink):
 
     def commit(self) -> None:
         if not self._discard.alive:
-            raise StateError("this sink was committed or aborted before")
+            raise StateError("this sink was already committed or aborted")
         self.sync()
         try:
             os.replace(self.temporary, self._target)

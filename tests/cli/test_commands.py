@@ -206,7 +206,7 @@ def test_help_needs_neither_numpy_nor_torch() -> None:
     assert b"exit codes:" in done.stdout
 
 
-# Exit code 2: wrong usage
+# Exit code 2: usage error
 
 
 @pytest.mark.parametrize(
@@ -444,7 +444,7 @@ def test_a_folder_that_does_not_exist_is_named_as_the_target_was_given(
     assert_one_line(err, "No such file or directory: missing/target")
 
 
-# Exit code 4: the machine failed
+# Exit code 4: system error
 
 
 def limit_file_nbytes() -> None:

@@ -126,7 +126,7 @@ def test_another_identifier_is_named() -> None:
 
 def test_more_texts_than_there_may_be_are_refused_before_they_are_read() -> None:
     table = root_table(memoryview(SOUND), b"TEST", "it")
-    with pytest.raises(FormatError, match="2 texts, the limit is 1"):
+    with pytest.raises(FormatError, match="2 strings, the limit is 1"):
         table.strings(TEXTS, limit=1)
 
 

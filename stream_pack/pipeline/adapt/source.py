@@ -52,7 +52,7 @@ class AdaptedSource(Source):
 
     ``catalog`` is one over the source's storages and those that ``casts`` makes of them; its tensors are those that
     the source has in ``rows``.  What it leaves out is never asked for: a file is not read there, and in a pipe it
-    passes by (and is checked, where the source has checksums).
+    is read and dropped (and is checked, where the source has checksums).
 
     Memory: one more chunk.  Lifetime: owns ``source``.
     """

@@ -1,4 +1,4 @@
-"""Whether a payload that passed by was a pack's after all: one whose locator is lost looks like ExecuTorch's own."""
+"""Detects a damaged pack that looks like a raw payload: without its locator it looks like ExecuTorch's own."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class ExportedSource(Source):
         position = 0
         for begin, head in self._heads:
             watch.advance(begin, head)
-            # Nobody wants what was passed over: that was made sure of before.
+            # No request covers the skipped bytes; this was checked before.
             yield from scatter.pieces(0, Zeros(begin - position))
             for first in range(0, len(head), chunk_nbytes):
                 yield from scatter.pieces(0, head[first : first + chunk_nbytes])

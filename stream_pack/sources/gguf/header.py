@@ -158,7 +158,7 @@ class _Reader:
         for _ in range(pairs):
             key = self._text(MAX_KEY_NBYTES, "a key")
             if key in metadata:
-                raise _damaged(f"the key {quoted(key)} is in it twice")
+                raise _damaged(f"duplicate key {quoted(key)}")
             kind = self._u32()
             value = self._value(kind, MAX_DEPTH)
             if key == ALIGNMENT_KEY:
@@ -184,7 +184,7 @@ class _Reader:
             raise _damaged(f"tensor {quoted(name)} has {rank} dims; the limit is {MAX_DIMS}")
         dims = [self._u64() for _ in range(rank)]
         if prod(dim or 1 for dim in dims) > MAX_NBYTES // 16:
-            raise _damaged(f"tensor {quoted(name)} has the dims {dims}, more elements than can be")
+            raise _damaged(f"tensor {quoted(name)} has the dims {dims}, too many elements")
         kind, begin = self._u32(), self._u64()
         shape = tuple(reversed(dims))  # the innermost dim comes first in the file
         plain = _PLAIN.get(kind)
@@ -203,7 +203,7 @@ class _Reader:
 
     def _value(self, kind: int, depth: int) -> object:
         if kind == _STRING:
-            return self._text(MAX_STRING_NBYTES, "a text")
+            return self._text(MAX_STRING_NBYTES, "a string")
         if kind == _ARRAY:
             return self._array(depth)
         if kind == _BOOL:
@@ -250,12 +250,12 @@ class _Reader:
     def _flags(self, count: int) -> bytes:
         flags = bytes(self._take(count))
         if flags.strip(b"\0\1"):
-            raise _damaged("a truth value other than 0 and 1")
+            raise _damaged("a boolean other than 0 and 1")
         return flags
 
     def _token(self) -> str:
         nbytes = self._u64()
-        return bytes(self._string(nbytes, MAX_STRING_NBYTES, "a text")).decode("utf-8", "surrogateescape")
+        return bytes(self._string(nbytes, MAX_STRING_NBYTES, "a string")).decode("utf-8", "surrogateescape")
 
     def _text(self, limit: int, what: str) -> str:
         nbytes = self._u64()

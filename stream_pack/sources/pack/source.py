@@ -78,7 +78,7 @@ class PackSource(Source):
             self._verification = "all checksums of the source were verified"
         else:
             yield from self._read_wanted(requests, options)
-            self._verification = "the source's checksums of all that was read were verified"
+            self._verification = "checksums of all source data read were verified"
 
     def close(self) -> None:
         self._stream.close()

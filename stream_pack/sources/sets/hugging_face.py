@@ -67,7 +67,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
         missing = wanted.keys() - set(names)
         if missing:
             raise UnsupportedCheckpointError(
-                f"{quoted(index)} places {len(missing)} tensors in {quoted(file)} that are not there: "
+                f"{quoted(index)} lists {len(missing)} tensors that are missing from {quoted(file)}: "
                 f"{listed(sorted(missing))}; the files are of different checkpoints, or one was replaced"
             )
         members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))

@@ -228,7 +228,7 @@ def _whole_shape(name: str, shapes: Sequence[tuple[int, ...]], dim: int | None) 
     rest = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if len(rest) > 1:
         raise UnsupportedCheckpointError(
-            f"the shards of tensor {quoted(name)} have shapes that do not go together: "
+            f"the shards of tensor {quoted(name)} have incompatible shapes: "
             f"{listed(map(str, map(list, shapes)), show=str)}"
         )
     if dim is None:

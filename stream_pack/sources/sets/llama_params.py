@@ -80,8 +80,8 @@ def merged_along(name: str, shapes: Sequence[tuple[int, ...]], params: LlamaPara
         dim = 0 if shapes[0][1] == params.dim else 1
     if dim is None or any(len(shape) != 2 for shape in shapes):
         raise UnsupportedCheckpointError(
-            f"how the shards of tensor {quoted(name)}, of shape {list(shapes[0])}, make it up is not known: "
-            "expected the tensors of Llama 1 to 3"
+            f"cannot tell how to join the shards of tensor {quoted(name)} (shape {list(shapes[0])}): "
+            "only Llama 1 to 3 is supported"
         )
     return dim
 

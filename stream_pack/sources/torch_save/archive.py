@@ -384,7 +384,7 @@ class TorchArchive:
             count += 1
             record = self._records.get(entry.name)
             if record is None:
-                raise SourceError(f"the archive's directory lists record {quoted(entry.name)}, which is not there")
+                raise SourceError(f"the archive's directory lists record {quoted(entry.name)}, which does not exist")
             told = (entry.position, entry.nbytes, entry.packed_nbytes, entry.crc, entry.method)
             seen = (record.position, record.nbytes, record.packed_nbytes, record.crc, record.method)
             if told != seen:
@@ -393,7 +393,7 @@ class TorchArchive:
                     f"the archive's directory says {told}"
                 )
         if count != len(self._records):
-            raise SourceError(f"the archive's directory lists {count} records, and {len(self._records)} have passed")
+            raise SourceError(f"the archive's directory lists {count} records, but {len(self._records)} were read")
 
     def _name_of(self, storage: Storage) -> str:
         return f"{self._prefix}{STORAGES}{storage.key}"

@@ -110,12 +110,12 @@ class TorchObjects:
         if type(identifier) is tuple and identifier[:1] == ("module",):
             raise UnsupportedCheckpointError(_WHOLE_MODULE)
         if type(identifier) is not tuple or len(identifier) not in (5, 6) or identifier[0] != "storage":
-            raise malformed("a persistent id that describes no storage")
+            raise malformed("a persistent id that does not describe a storage")
         kind, key, _location, numel = identifier[1:5]
         if type(kind) is not Opaque or kind.name not in _STORAGES:
             raise malformed("a storage of an unknown type")
         if type(key) is not str or type(numel) is not int:
-            raise malformed("a storage whose key is not text, or whose length is no number")
+            raise malformed("a storage whose key is not text, or whose length is not a number")
         dtype, itemsize = _STORAGES[kind.name]
         nbytes = numel * itemsize
         if not 0 <= nbytes <= MAX_NUMBER:
@@ -255,7 +255,7 @@ def _rebuild_tensor_v3(
     metadata: object = None,
 ) -> Tensor | Unpackable:
     if type(dtype) is not Opaque or not dtype.name.startswith("torch."):
-        raise malformed("a tensor whose dtype is none of torch's")
+        raise malformed("a tensor with an unknown dtype")
     return _tensor(storage, offset, shape, strides, dtype.name.removeprefix("torch."), metadata)
 
 
@@ -269,7 +269,7 @@ def _rebuild_from_type(function: object, kind: object, args: object, state: obje
     if kind_name in _PLAIN:
         # Only functions that call no other: the file could nest these ones without end.
         if type(function) is not Callee or type(args) is not tuple or "_rebuild_from" in function.name:
-            raise malformed("a tensor with attributes that is made of no tensor")
+            raise malformed("a tensor with attributes that is not built from a tensor")
         return _of_tensor(function.call(*args), kind_name)
     if is_dtensor(kind_name):
         local, shape = local_tensor(args, state) or (None, None)
@@ -285,7 +285,7 @@ def _rebuild_from_type(function: object, kind: object, args: object, state: obje
 
 def _of_tensor(data: object, what: str) -> object:
     if not isinstance(data, Tensor | Unpackable):
-        raise malformed(f"{what} that is made of no tensor")
+        raise malformed(f"{what} that is not built from a tensor")
     return data
 
 

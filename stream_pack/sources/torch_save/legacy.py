@@ -60,9 +60,7 @@ class _LegacyFile:
         self._payloads: dict[str, int] = {}
         objects = TorchObjects()
         if self._unpickle(objects) != MAGIC or self._unpickle(objects) != VERSION:
-            raise UnsupportedCheckpointError(
-                "the checkpoint begins with another magic number or version than torch.save writes"
-            )
+            raise UnsupportedCheckpointError("the checkpoint has an unexpected magic number or version")
         # Sizes of C types and the byte order of the machine, which torch does not look at either.
         self._unpickle(objects)
         value = self._unpickle(objects)
@@ -136,7 +134,7 @@ class _LegacyFile:
 def _checked_keys(keys: object, storages: dict[str, Storage]) -> list[str]:
     """The keys of all storages in the order in which they are stored."""
     if type(keys) is not list or not all(type(key) is str for key in keys):
-        raise malformed("the keys of its storages are no list of texts")
+        raise malformed("the keys of its storages are not a list of strings")
     if len(keys) != len(storages) or storages.keys() != set(keys):
-        raise malformed(f"it lists {len(keys)} storages, and its tensors use {len(storages)} that are not the same")
+        raise malformed(f"it lists {len(keys)} storages, but its tensors use {len(storages)} different ones")
     return keys

@@ -70,7 +70,7 @@ class TorchSource(Source):
 
     @property
     def ignored(self) -> int:
-        """How many values beside the tensors were left out, because they are none."""
+        """How many values beside the tensors were left out, because they are not tensors."""
         return self._container.state_dict.ignored
 
     def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
@@ -127,7 +127,7 @@ class TorchSource(Source):
             scatter.finish()
 
     def _checked(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Check the steps as they pass by, with whatever the format has to check them against."""
+        """Check the steps as they are streamed, with whatever the format has to check them against."""
         return iter(steps)
 
     def _as_it_comes(self, scatter: Scatter, chunk_nbytes: int) -> Generator[Step, None, None]:

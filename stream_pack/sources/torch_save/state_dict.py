@@ -37,9 +37,9 @@ def leaves(
 ) -> Iterator[Tensor | Unpackable | TypedStorage]:
     """The tensors anywhere inside ``value``, each once; each object is looked at once.
 
-    ``clean`` holds the ids of objects that are known to hold none, and grows when there are none here: the values of
-    many keys may share most of what they hold.  ``seen`` is filled with the ids of all that was looked at, for
-    callers that count them.  Without ``inside_objects``, what is inside an object of unknown code is not looked at;
+    ``clean`` holds the ids of objects that are known to hold no tensors, and grows when there are no tensors here: the
+    values of many keys may share most of what they hold.  ``seen`` is filled with the ids of all that was looked at,
+    for callers that count them.  Without ``inside_objects``, what is inside an object of unknown code is not looked at;
     such calls have a ``clean`` of their own.
     """
     if id(value) in clean:

@@ -146,7 +146,7 @@ class Unpickler:
                 opcodes[opcode](self)
             value = self._stack.pop()
         except IndexError:
-            raise self._malformed("it takes more off its stack than there is") from None
+            raise self._malformed("its stack underflows") from None
         if self._stack or self._marks:
             raise self._malformed("it ends with more than one value")
         return value
@@ -358,7 +358,7 @@ class Unpickler:
         elif index in self._odd_memo:
             self._stack.append(self._odd_memo[index])
         else:
-            raise self._malformed(f"it recalls value {index}, which it never stored")
+            raise self._malformed(f"it reads memo entry {index} before it is set")
 
     # -- opcodes: containers
 
@@ -481,7 +481,7 @@ class Unpickler:
         args = self._stack.pop()
         callee = self._stack.pop()
         if type(args) is not tuple:
-            raise self._malformed("the arguments of a call are no tuple")
+            raise self._malformed("call arguments are not a tuple")
         if type(callee) is Callee:
             try:
                 value = callee.call(*args)
@@ -501,7 +501,7 @@ class Unpickler:
         args = self._stack.pop()
         callee = self._stack.pop()
         if type(callee) is not Opaque or type(args) is not tuple:
-            raise self._malformed("it makes an object of what is no class")
+            raise self._malformed("it instantiates something that is not a class")
         self._created += 1
         self._stack.append(Opaque(callee.name, [args, keywords]))
 

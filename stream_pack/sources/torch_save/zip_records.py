@@ -1,4 +1,4 @@
-"""The records of a zip archive as they pass by in a stream: header, payload, descriptor, and the directory at the end.
+"""The records of a zip archive as they are streamed: header, payload, descriptor, and the directory at the end.
 
 Records are stored, as ``torch.save`` writes them, or deflated, as a program that has packed them again may leave them.
 A signature proves nothing: payloads may hold any of them, so a record's end is where its length says, where its
@@ -231,7 +231,7 @@ def find_directory(stream: ByteStream) -> int:
             if record[:4] == ZIP64_END and len(record) == 4 + _ZIP64_END.size:
                 offset = int(_ZIP64_END.unpack_from(record, 4)[8])
     if offset >= nbytes:
-        raise SourceError(f"the archive's directory is said to begin at byte {offset} of {nbytes}")
+        raise SourceError(f"the archive's directory claims to begin at byte {offset}, in a file of {nbytes} bytes")
     return offset
 
 

@@ -112,7 +112,7 @@ def test_an_opaque_keeps_everything_that_would_have_gone_into_it() -> None:
 def test_newobj_with_keywords_makes_an_opaque_of_a_class_only() -> None:
     value = load(b"\x80\x04cm\nC\n)}\x92.")
     assert isinstance(value, Opaque)
-    with pytest.raises(UnsupportedCheckpointError, match="no class"):
+    with pytest.raises(UnsupportedCheckpointError, match="not a class"):
         load(b"\x80\x04K\x01)}\x92.")
 
 
