@@ -135,7 +135,7 @@ def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[st
 
 def _describe(name: object, value: object) -> LiveTensor:
     if not isinstance(name, str):
-        raise SourceError(f"the key {quoted(repr(name))} is a {type(name).__qualname__}: tensor names must be strings")
+        raise SourceError(f"the key {quoted(name)} is of type {type(name).__qualname__}: tensor names must be strings")
     if isinstance(value, np.ndarray):
         return describe_array(name, value)
     torch = sys.modules.get("torch")

@@ -133,7 +133,7 @@ def _check(key: object) -> None:
     if key is None or isinstance(key, str):
         return
     if not isinstance(key, Sequence) or not all(isinstance(step, str) for step in key):
-        raise OptionError(f"key={quoted(repr(key))}: expected a string or a sequence of strings")
+        raise OptionError(f"key={quoted(key)}: expected a string or a sequence of strings")
 
 
 def _by_rule(value: object, clean: set[int]) -> Chosen:
