@@ -23,4 +23,4 @@ def test_a_llama_exported_with_streamed_constants_is_byte_for_byte_what_executor
     printed = Workshop(tmp_path).run(EXPORT_LLAMA)
     assert "the two programs are equal, byte for byte" in printed
     # One token ran through each.
-    assert printed.count("after token 1 comes ") == 2
+    assert printed.count("next token after 1: ") == 2

@@ -256,7 +256,7 @@ def test_lazily_a_damaged_tensor_is_refused_and_others_are_handed_out(
 
 def test_what_belongs_to_opening_a_file_is_refused_beside_an_open_pack(standin: StandIn, pack_path: Path) -> None:
     device = Device.default(standin.runtime)
-    with stream_pack.open(pack_path) as pack, pytest.raises(OptionError, match="has been called"):
+    with stream_pack.open(pack_path) as pack, pytest.raises(OptionError, match="cannot be given with an open Pack"):
         stream_pack.metal.open(pack, device=device, verify="lazy")
 
 
