@@ -33,7 +33,10 @@ class Ragged(Generic[_N]):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """How many values each row has."""
-        return np.diff(self.ends, prepend=0)
+        # Not np.diff: with its prepend it takes most of a tenth of the time that opening a small pack takes.
+        lengths = self.ends.astype(np.int64)
+        lengths[1:] -= self.ends[:-1]
+        return lengths
 
     @property
     def begins(self) -> NDArray[np.int64]:
