@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stream_pack.format.align import Alignment
     from stream_pack.inspection.inspect import inspect
     from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, InspectedTensor, Inspection
+    from stream_pack.pickles.outline import KeySummary
     from stream_pack.reader.damage import Damage, VerifyReport
     from stream_pack.reader.pack import Pack, open
     from stream_pack.reader.safe_open import SafeOpen, SafeSlice, load_file, safe_open
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from stream_pack.reader.views import TensorSlice, View
     from stream_pack.report import Forecast, Report, Sizes
     from stream_pack.sources.open import list_keys
-    from stream_pack.sources.torch_save.outline import KeySummary
     from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
     from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
@@ -84,7 +84,7 @@ _NAMES = {
     "stream_pack.reader.views": ("TensorSlice", "View"),
     "stream_pack.report": ("Forecast", "Report", "Sizes"),
     "stream_pack.sources.open": ("list_keys",),
-    "stream_pack.sources.torch_save.outline": ("KeySummary",),
+    "stream_pack.pickles.outline": ("KeySummary",),
     "stream_pack.writer.convert": ("convert", "forecast", "save_file"),
     "stream_pack.writer.incremental": ("Spec", "Writer"),
     "stream_pack.writer.parallel": ("ParallelWriter", "Part", "PartWriter"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
-PACKAGES = ("sources", "pipeline", "et_files", "reader")
+PACKAGES = ("sources", "pickles", "pipeline", "et_files", "reader")
 
 SHOWN = {"quoted", "listed", "shown", "shown_pickled", "counted", "human_nbytes", "printable", "len", "hex", "prod"}
 """Functions whose result is short and printable whatever they are given."""

@@ -26,9 +26,9 @@ from stream_pack.errors import LimitError
 from stream_pack.text import human_nbytes, printable
 
 if TYPE_CHECKING:
+    from stream_pack.pickles.outline import KeySummary
     from stream_pack.pipeline.source import Source
     from stream_pack.report import Report
-    from stream_pack.sources.torch_save.outline import KeySummary
     from stream_pack.writer.options import ConvertOptions
 
 __all__ = ["CONVERT"]

@@ -7,5 +7,6 @@
 * ``memory``: tensors and arrays of the caller;
 * ``data_section``: what formats share that keep all data in one section.
 
-Imports ``pipeline``, ``et_files`` and ``format``; ``writer``, ``executorch`` and ``cli`` import it, ``reader`` never.
+Imports ``pickles``, ``pipeline``, ``et_files`` and ``format``; ``writer``, ``executorch`` and ``cli`` import it,
+``reader`` never.
 """

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from stream_pack.errors import OptionError, RawPayloadError, SourceError, UnsupportedCheckpointError
 from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe, sniff
+from stream_pack.pickles.nesting import WHOLE, Key, flattening
+from stream_pack.pickles.state_dict import Flatten, StateDict
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
-from stream_pack.sources.torch_save.nesting import WHOLE, Key, flattening
-from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
 
 if TYPE_CHECKING:
     import torch
 
-    from stream_pack.sources.torch_save.outline import KeySummary
+    from stream_pack.pickles.outline import KeySummary
 
 __all__ = ["Convertible", "list_keys", "open_source", "open_within"]
 
@@ -41,7 +41,7 @@ def open_source(
     """Open ``source``; close what comes back.
 
     ``key`` and ``ignore_unknown``: as for
-    :func:`stream_pack.sources.torch_save.nesting.flattening`.  ``spool``: for an archive that has to
+    :func:`stream_pack.pickles.nesting.flattening`.  ``spool``: for an archive that has to
     be on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
     of resident anonymous memory while it reads what the source holds; above it, a LimitError.
 
@@ -86,7 +86,7 @@ def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None =
 
     Raises: SourceError and its kinds for what is not a checkpoint; LimitError; OSError.
     """
-    from stream_pack.sources.torch_save.outline import KeySummary, outline
+    from stream_pack.pickles.outline import KeySummary, outline
 
     found: list[list[KeySummary]] = []
 

@@ -13,13 +13,13 @@ from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.header import To
 from stream_pack.format.header_kinds import Front
+from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, open_source
-from stream_pack.sources.torch_save.nesting import Key
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack

@@ -15,10 +15,10 @@ from stream_pack.format.header import To
 from stream_pack.format.header_kinds import Front, plain_front
 from stream_pack.format.layout import Policy
 from stream_pack.jobs import check_number
+from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.adapt.cast_plan import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation
-from stream_pack.sources.torch_save.nesting import Key
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs
 from stream_pack.writer.plan import PackSettings
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
+from stream_pack.pickles.globals import Storage, Tensor
+from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, PartStream, assembled, part_chunk_nbytes, trimmed
 from stream_pack.sources.sets.composite import together
 from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, plan_chunks, read_chunk
 from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, read_metadata
-from stream_pack.sources.torch_save.globals import Storage, Tensor
-from stream_pack.sources.torch_save.state_dict import Flatten
 from stream_pack.text import listed, quoted
 
 __all__ = ["SHARD_SUFFIX", "DcpSource"]

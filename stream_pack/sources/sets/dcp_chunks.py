@@ -16,13 +16,13 @@ from stream_pack.errors import SourceError, StreamPackError, TruncatedSourceErro
 from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.file_kinds import describe_start
+from stream_pack.pickles.globals import Tensor
+from stream_pack.pickles.state_dict import StateDict
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Chunk, Requests, StreamOptions
 from stream_pack.sources.sets.assembly import Box, Rows, tiled
 from stream_pack.sources.sets.composite import member_path, say_where
 from stream_pack.sources.sets.dcp_metadata import METADATA, Place, ShardedTensor
-from stream_pack.sources.torch_save.globals import Tensor
-from stream_pack.sources.torch_save.state_dict import StateDict
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from stream_pack.text import listed, quoted
 

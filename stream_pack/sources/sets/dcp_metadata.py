@@ -1,7 +1,7 @@
 """``.metadata`` of a torch.distributed checkpoint: which tensors there are, and where their chunks are stored.
 
 It is a plain pickle of dataclasses.  None of them is rebuilt (see
-:class:`~stream_pack.sources.torch_save.unpickler.Opaque`): the values needed are taken from their states, nothing is
+:class:`~stream_pack.pickles.unpickler.Opaque`): the values needed are taken from their states, nothing is
 imported, and whatever else the pickle names is ignored.
 
 Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_planner.py of torch 2.0 to 2.13.
@@ -16,11 +16,11 @@ from pathlib import Path
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.format.dtypes import BY_TORCH
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.pickles.globals import TABLE
+from stream_pack.pickles.unpickler import STEP_NBYTES, OddKey, Opaque, Unpickler, malformed
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.sources.sets.assembly import Box
 from stream_pack.sources.sets.composite import regular_file
-from stream_pack.sources.torch_save.globals import TABLE
-from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, OddKey, Opaque, Unpickler, malformed
 from stream_pack.text import quoted
 
 __all__ = ["METADATA", "Place", "ShardedTensor", "ShardedTensors", "read_metadata"]

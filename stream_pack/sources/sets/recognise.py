@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.sets.composite import OpenFile
@@ -17,7 +18,6 @@ from stream_pack.sources.sets.hugging_face import is_index_name, open_hugging_fa
 from stream_pack.sources.sets.llama import LlamaSource, is_shard_name
 from stream_pack.sources.sets.llama_params import PARAMS
 from stream_pack.sources.sets.ninja import TYPE_FILE, NinjaSource
-from stream_pack.sources.torch_save.state_dict import Flatten
 from stream_pack.text import listed, quoted
 
 __all__ = ["open_folder"]

@@ -2,7 +2,7 @@
 
 * ``zip``, ``legacy``: the two formats as sources; ``source``: what they share; ``container``: how both give storages;
 * ``archive``: the records of a zip; ``zip_records``: their headers and directory; ``inflate``: compressed ones;
-* ``unpickler``: a pickle machine that runs nothing; ``globals``, ``dtensor``: what the names in a pickle mean;
-* ``nesting``: which of the nested values is taken; ``tensor_names``: names for it; ``state_dict``: the result;
-* ``outline``: a table of what is nested where; ``tensors``: from the pickle's tensors to a catalog.
+* ``tensors``: from the pickle's tensors to a catalog.
+
+What the pickle itself says is read by ``pickles``.
 """

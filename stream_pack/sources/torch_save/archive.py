@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from stream_pack.errors import SourceChecksumError, SourceError, TruncatedSourceError, UnsupportedCheckpointError
+from stream_pack.pickles.globals import Storage, TorchObjects
+from stream_pack.pickles.state_dict import Flatten, StateDict
+from stream_pack.pickles.unpickler import STEP_NBYTES, Unpickler
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.torch_save.container import Data, End, Event
-from stream_pack.sources.torch_save.globals import Storage, TorchObjects
 from stream_pack.sources.torch_save.inflate import Inflated
-from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
-from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, Unpickler
 from stream_pack.sources.torch_save.zip_records import (
     DEFLATED,
     STORED,

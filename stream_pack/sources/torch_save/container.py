@@ -6,8 +6,8 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from stream_pack.sources.torch_save.globals import Storage
-from stream_pack.sources.torch_save.state_dict import StateDict
+from stream_pack.pickles.globals import Storage
+from stream_pack.pickles.state_dict import StateDict
 
 __all__ = ["Container", "Data", "End", "Event"]
 

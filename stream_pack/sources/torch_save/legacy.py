@@ -13,14 +13,14 @@ from collections.abc import Generator, Iterator
 from functools import partial
 
 from stream_pack.errors import SourceError, UnsupportedCheckpointError
+from stream_pack.pickles.globals import Storage, TorchObjects
+from stream_pack.pickles.nesting import flattening
+from stream_pack.pickles.state_dict import Flatten, StateDict
+from stream_pack.pickles.unpickler import STEP_NBYTES, Unpickler, malformed
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.torch_save.container import Data, End, Event
-from stream_pack.sources.torch_save.globals import Storage, TorchObjects
-from stream_pack.sources.torch_save.nesting import flattening
 from stream_pack.sources.torch_save.source import TorchSource
-from stream_pack.sources.torch_save.state_dict import Flatten, StateDict
-from stream_pack.sources.torch_save.unpickler import STEP_NBYTES, Unpickler, malformed
 from stream_pack.text import quoted
 
 __all__ = ["LegacyTorchSource"]

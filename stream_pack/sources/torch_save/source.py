@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from stream_pack.pickles.globals import Storage
 from stream_pack.pipeline.arrival import in_any_order
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.gather import strided_chunks
@@ -19,7 +20,6 @@ from stream_pack.pipeline.scatter import Scatter, SingleBuffer
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import SpoolFile
 from stream_pack.sources.torch_save.container import Container, Data, End
-from stream_pack.sources.torch_save.globals import Storage
 from stream_pack.sources.torch_save.tensors import catalog_tensors
 
 __all__ = ["Step", "TorchSource"]

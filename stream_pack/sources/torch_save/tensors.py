@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from stream_pack.errors import TruncatedSourceError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import DTYPES
+from stream_pack.pickles.globals import Storage
+from stream_pack.pickles.state_dict import StateDict
 from stream_pack.pipeline.geometry import Recipe, recipe
-from stream_pack.sources.torch_save.globals import Storage
-from stream_pack.sources.torch_save.state_dict import StateDict
 
 __all__ = ["TorchTensors", "catalog_tensors"]
 

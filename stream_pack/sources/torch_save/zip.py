@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from zlib import crc32
 
+from stream_pack.pickles.nesting import flattening
+from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.source import Demand, Requests
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.torch_save.archive import TorchArchive, is_pickle
 from stream_pack.sources.torch_save.container import Data, End
-from stream_pack.sources.torch_save.nesting import flattening
 from stream_pack.sources.torch_save.source import Step, TorchSource
-from stream_pack.sources.torch_save.state_dict import Flatten
 from stream_pack.sources.torch_save.zip_records import peek_name
 
 __all__ = ["TorchZipSource"]

@@ -30,10 +30,10 @@ from stream_pack.errors import (
     UnsupportedCheckpointError,
     UnsupportedTensorError,
 )
+from stream_pack.pickles.nesting import flattening
 from stream_pack.pipeline.budget import UNLIMITED
 from stream_pack.sources.open import open_source
 from stream_pack.sources.sets.dcp import DcpSource
-from stream_pack.sources.torch_save.nesting import flattening
 from tests.sources.sets import save_distributed
 from tests.sources.sets.expectations import expected_of, read, read_path
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite

@@ -9,7 +9,7 @@ Source: torch/distributed/tensor/_api.py, _dtensor_spec.py and placement_types.p
 
 from __future__ import annotations
 
-from stream_pack.sources.torch_save.unpickler import Opaque
+from stream_pack.pickles.unpickler import Opaque
 
 __all__ = ["DTENSOR_NAMES", "is_dtensor", "local_tensor"]
 

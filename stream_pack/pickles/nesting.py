@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
-from stream_pack.sources.torch_save.globals import Tensor, Unpackable
-from stream_pack.sources.torch_save.state_dict import Flatten, StateDict, holds_tensors, shown_pickled, what_it_is
-from stream_pack.sources.torch_save.tensor_names import MAX_DEPTH, NamedTensors
+from stream_pack.pickles.globals import Tensor, Unpackable
+from stream_pack.pickles.state_dict import Flatten, StateDict, holds_tensors, shown_pickled, what_it_is
+from stream_pack.pickles.tensor_names import MAX_DEPTH, NamedTensors
 from stream_pack.text import MAX_LISTED, listed, quoted
 
 __all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]

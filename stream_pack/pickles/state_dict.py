@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
-from stream_pack.sources.torch_save.unpickler import Callee, OddKey, Opaque
+from stream_pack.pickles.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.pickles.unpickler import Callee, OddKey, Opaque
 from stream_pack.text import quoted, shown
 
 __all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "shown_pickled", "what_it_is"]

@@ -18,9 +18,9 @@ import torch
 import stream_pack
 from stream_pack.cli import main
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
+from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.open import open_source
-from stream_pack.sources.torch_save.nesting import Key
 from tests.hostile.test_pickles import shared_twice, tensor, with_pickle
 from tests.sources.source_suite import collect, options, requests_for
 from tests.sources.torch_save.test_legacy import legacy
@@ -402,7 +402,7 @@ def test_the_command_line_lists_keys_from_a_pipe_without_reading_tensors(tmp_pat
         ["net", "3", "48", "B", "dict"],
         ["net.a", "1", "40", "B", "dict"],
         ["net.b", "2", "8", "B", "list"],
-        ["args", "1", "4", "B", "tests.sources.torch_save.test_nesting.Obj"],
+        ["args", "1", "4", "B", "tests.pickles.test_nesting.Obj"],
     ]
     as_json = subprocess.run([*command, "--json"], input=head, capture_output=True, check=True)
     assert json.loads(as_json.stdout)[2] == {
@@ -419,7 +419,7 @@ def test_a_source_that_nests_nothing_has_one_row(tmp_path: Path) -> None:
 
 
 def test_sharing_without_end_does_not_keep_the_list_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_pack.sources.torch_save.outline.MAX_VISITED", 30_000)
+    monkeypatch.setattr("stream_pack.pickles.outline.MAX_VISITED", 30_000)
     big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"h\1s" for k in range(2000))
     value = b"}" + text("big") + big + b"s" + shared
@@ -428,7 +428,7 @@ def test_sharing_without_end_does_not_keep_the_list_from_ending(monkeypatch: pyt
 
 
 def test_objects_that_share_what_they_hold_do_not_keep_the_search_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_pack.sources.torch_save.tensor_names.MAX_VISITED", 30_000)
+    monkeypatch.setattr("stream_pack.pickles.tensor_names.MAX_VISITED", 30_000)
     big = b"](" + tensor() + b"]" * 10_000 + b"eq\1"
     shared = b"".join(text(f"k{k}") + b"ctorch\nSize\nh\1\x85\x81s" for k in range(2000))
     with pytest.raises(UnsupportedCheckpointError, match="nests more than"):
@@ -456,7 +456,7 @@ def test_the_command_line_takes_keys(tmp_path: Path, capfd: pytest.CaptureFixtur
         assert stream_pack.load_file(target)["w"].tolist() == [expected]
     code, _, err = convert()
     assert code == 3
-    assert "tests.sources.torch_save.test_nesting.Obj'; leave them out with --ignore-unknown" in err
+    assert "tests.pickles.test_nesting.Obj'; leave them out with --ignore-unknown" in err
     code, _, err = convert("--ignore-unknown")
     assert code == 3
     assert "nested below 'net'" in err

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
-from stream_pack.sources.torch_save.globals import Storage, Tensor, TypedStorage
-from stream_pack.sources.torch_save.nesting import choose
-from stream_pack.sources.torch_save.state_dict import leaves, shown_pickled
-from stream_pack.sources.torch_save.unpickler import Opaque
+from stream_pack.pickles.globals import Storage, Tensor, TypedStorage
+from stream_pack.pickles.nesting import choose
+from stream_pack.pickles.state_dict import leaves, shown_pickled
+from stream_pack.pickles.unpickler import Opaque
 
 __all__ = ["KeySummary", "outline"]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.format.dtypes import BY_TORCH
 from stream_pack.format.limits import MAX_RANK
-from stream_pack.sources.torch_save.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
-from stream_pack.sources.torch_save.unpickler import Callee, Opaque, malformed
+from stream_pack.pickles.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
+from stream_pack.pickles.unpickler import Callee, Opaque, malformed
 from stream_pack.text import quoted
 
 __all__ = ["TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
@@ -88,7 +88,7 @@ class TorchObjects:
         self.unknown: dict[str, None] = {}
 
     def find_global(self, name: str) -> object:
-        """For :class:`~stream_pack.sources.torch_save.unpickler.Unpickler`."""
+        """For :class:`~stream_pack.pickles.unpickler.Unpickler`."""
         for old, new in _MOVED.items():
             if name.startswith(old):
                 name = new + name.removeprefix(old)
@@ -106,7 +106,7 @@ class TorchObjects:
         return Opaque(name)
 
     def find_persistent(self, identifier: object) -> TypedStorage:
-        """For :class:`~stream_pack.sources.torch_save.unpickler.Unpickler`."""
+        """For :class:`~stream_pack.pickles.unpickler.Unpickler`."""
         if type(identifier) is tuple and identifier[:1] == ("module",):
             raise UnsupportedCheckpointError(_WHOLE_MODULE)
         if type(identifier) is not tuple or len(identifier) not in (5, 6) or identifier[0] != "storage":

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
-from stream_pack.sources.torch_save import unpickler
-from stream_pack.sources.torch_save.unpickler import Callee, OddKey, Opaque, Unpickler
+from stream_pack.pickles import unpickler
+from stream_pack.pickles.unpickler import Callee, OddKey, Opaque, Unpickler
 
 KEYS = st.text(max_size=8) | st.integers(-(2**40), 2**40) | st.none() | st.binary(max_size=4)
 VALUES = st.recursive(

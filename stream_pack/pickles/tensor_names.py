@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from stream_pack.errors import UnsupportedCheckpointError
-from stream_pack.sources.torch_save.globals import Tensor, TypedStorage, Unpackable
-from stream_pack.sources.torch_save.state_dict import holds_tensors, leaves, shown_pickled
-from stream_pack.sources.torch_save.unpickler import Opaque
+from stream_pack.pickles.globals import Tensor, TypedStorage, Unpackable
+from stream_pack.pickles.state_dict import holds_tensors, leaves, shown_pickled
+from stream_pack.pickles.unpickler import Opaque
 from stream_pack.text import listed, quoted
 
 __all__ = ["MAX_DEPTH", "NamedTensors"]
@@ -28,7 +28,7 @@ MAX_VISITED = 8_000_000
 class NamedTensors:
     """The tensors below a value, by name; ``refused`` and ``objects`` say, for messages, where the others are.
 
-    ``clean``: as for :func:`stream_pack.sources.torch_save.state_dict.leaves`.
+    ``clean``: as for :func:`stream_pack.pickles.state_dict.leaves`.
     """
 
     def __init__(self, clean: set[int]) -> None:
