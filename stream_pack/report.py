@@ -22,6 +22,9 @@ class Sizes:
     ``cast_nbytes``: what casts add; negative if they shrink the tensors.  ``casts``: the number of tensors by
     ``"float32 -> bfloat16"``.  ``padding_nbytes``: zeros between tensors.  ``overhead_nbytes``: head, checksums and
     footer.  ``shared_nbytes``: what the ``tied`` tensors would take without sharing.
+
+    ``warnings``: what the pack may lack, or what had no effect, a line each.  ``remarks``: how the source was read,
+    which is nothing to worry about: what was chosen without being asked, what was left out because it was to be.
     """
 
     source_kind: str
@@ -37,6 +40,7 @@ class Sizes:
     cast_nbytes: int = 0
     casts: Mapping[str, int] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from stream_pack.text import human_nbytes, printable
 if TYPE_CHECKING:
     from stream_pack.pickles.outline import KeySummary
     from stream_pack.pipeline.source import Source
-    from stream_pack.report import Report
+    from stream_pack.report import Report, Sizes
     from stream_pack.writer.options import ConvertOptions
 
 __all__ = ["CONVERT"]
@@ -186,15 +186,21 @@ def _dry_run(source: str | int | Source, arguments: argparse.Namespace, standard
     from stream_pack.writer.convert import forecast_with
 
     plan = forecast_with(source, _options(arguments), to_stream=arguments.target == STANDARD)
-    for warning in plan.warnings:
-        note(f"warning: {warning}")
+    _note_all(plan, arguments)
     standard.write(json.dumps(plan.to_json()) if arguments.json else plan.to_text())
     return DONE
 
 
-def _print_report(report: Report, arguments: argparse.Namespace, standard: Standard) -> None:
-    for warning in report.warnings:
+def _note_all(sizes: Sizes, arguments: argparse.Namespace) -> None:
+    for warning in sizes.warnings:
         note(f"warning: {warning}")
+    if not arguments.quiet:
+        for remark in sizes.remarks:
+            note(f"note: {remark}")
+
+
+def _print_report(report: Report, arguments: argparse.Namespace, standard: Standard) -> None:
+    _note_all(report, arguments)
     if arguments.json:
         show = say if arguments.target == STANDARD else standard.write
         show(json.dumps(report.to_json()))

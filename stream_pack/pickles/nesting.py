@@ -74,7 +74,7 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
                 f"the checkpoint holds no tensors{f' below {chosen.where}' if chosen.path else ''}; its keys: "
                 f"{_keys(chosen.value)}"
             )
-        return StateDict(found.tensors, found.ignored, (*chosen.remarks(), *found.remarks(unknown)))
+        return StateDict(found.tensors, found.ignored, remarks=(*chosen.remarks(), *found.remarks(unknown)))
 
     return flatten
 

@@ -20,11 +20,12 @@ __all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "shown_pickled", "
 class StateDict:
     """Tensors by name, in the order of the pickle; ``ignored`` counts the values beside them that are no tensors.
 
-    ``remarks``: what the user should know of how they were found.
+    ``warnings`` and ``remarks``: what the user should know of how they were found.
     """
 
     tensors: dict[str, Tensor]
     ignored: int
+    warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
 

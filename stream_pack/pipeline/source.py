@@ -87,8 +87,8 @@ class Traits:
     ``held_nbytes``: memory that streaming takes beside its chunks, if that grows with the source.
     ``sparse``: it yields :class:`Zeros`, so a file may become longer than the free space of its disk.
     ``refusals``: why tensors, by their rows in the catalog, cannot be packed, in words that follow "tensor 'name'".
-    ``remarks``: what the user should know about how the source was read, a line each: what was left out, and why.
-    They become warnings of the report.
+    ``warnings``: what the pack may lack, a line each: what was left out although nobody asked for it.
+    ``remarks``: how the source was read, a line each, which is nothing to worry about.  Both go into the report.
     """
 
     kind: str
@@ -96,6 +96,7 @@ class Traits:
     held_nbytes: int = 0
     sparse: bool = False
     refusals: Mapping[int, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
 

@@ -141,7 +141,8 @@ def _sizes_of(source: Source, catalog: Catalog, layout: Layout, encoded: Encoded
         overhead_nbytes=encoded.head.pack_nbytes - layout.region_nbytes,
         cast_nbytes=layout.cast_nbytes,
         casts=count_casts(catalog),
-        warnings=(*source.traits.remarks, *warnings_of(catalog, front)),
+        warnings=(*source.traits.warnings, *warnings_of(catalog, front)),
+        remarks=source.traits.remarks,
     )
 
 

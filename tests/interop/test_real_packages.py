@@ -135,9 +135,9 @@ def test_checkpoints_of_a_training_loop(fetch: Fetch, tmp_path: Path, member: st
             stream_pack.convert(path, tmp_path / "pack")
         return
     report = check(path, tmp_path / "pack", tensors_of(path), ignore_unknown=ignore_unknown)
-    assert report.warnings[0] == "using the tensors under 'state_dict'"
+    assert report.remarks[0] == "using the tensors under 'state_dict'"
     assert report.verification == "CRC-32 of every record verified"
-    assert len(report.warnings) == (2 if "g7" in member else 1)
+    assert len(report.remarks) == (2 if "g7" in member else 1)
 
 
 @pytest.mark.parametrize(

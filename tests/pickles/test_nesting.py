@@ -452,7 +452,7 @@ def test_the_command_line_takes_keys(tmp_path: Path, capfd: pytest.CaptureFixtur
     ):
         code, _, err = convert("--ignore-unknown", *arguments)
         assert code == 0, err
-        assert "warning: objects that need code to load were skipped" in err
+        assert "note: objects that need code to load were skipped" in err
         assert stream_pack.load_file(target)["w"].tolist() == [expected]
     code, _, err = convert()
     assert code == 3

@@ -183,14 +183,18 @@ class SourceSuite:
         with make() as source:
             rows = list(range(len(source.catalog)))[::-1]
             refused = {rows[0]: "is refused", rows[-1]: "is refused too"}
-            source.traits = marked = Traits("marked", source.traits.chooses_order, 12345, True, refused, ("seen",))
+            source.traits = marked = Traits(
+                "marked", source.traits.chooses_order, 12345, True, refused, ("w",), ("seen",)
+            )
             names = [source.catalog.names[row] for row in rows]
             adapted = AdaptedSource(source, take_rows(source.catalog, np.array(rows), names), rows)
             joined = JoinedSource([Member("member", source, rows)], kind="marked", metadata={}, remarks=("joined",))
             moved = {at: refused[row] for at, row in enumerate(rows) if row in refused}
             wanted = dataclasses.replace(marked, refusals=moved)
             assert adapted.traits == wanted
-            assert joined.traits == dataclasses.replace(wanted, remarks=("joined", "'member': seen"))
+            assert joined.traits == dataclasses.replace(
+                wanted, warnings=("'member': w",), remarks=("joined", "'member': seen")
+            )
 
     @pytest.mark.parametrize("in_order", [False, True])
     def test_a_wrapper_demands_what_the_source_demands(self, make: MakeSource, in_order: bool) -> None:
@@ -199,7 +203,7 @@ class SourceSuite:
             rows = range(len(catalog))
             _, requests = requests_for(catalog)
             wanted = source.demand(requests, in_order=in_order, chunk_nbytes=7)
-            joined = JoinedSource([Member("m", source, rows)], kind="k", metadata={}, remarks=())
+            joined = JoinedSource([Member("m", source, rows)], kind="k", metadata={})
             for wrapper in (AdaptedSource(source, catalog, rows), joined):
                 found = wrapper.demand(requests, in_order=in_order, chunk_nbytes=7)
                 assert found.spool_nbytes == wanted.spool_nbytes

@@ -37,6 +37,10 @@ __all__ = ["open_et_file"]
 
 DATA = "the constants"
 NO_DTYPE = "has a dtype that a pack has no name for"
+SPOOLED = (
+    "the program describes some constants after others, so that they are known only at its end: all {} bytes were "
+    "spooled to a temporary file"
+)
 TAIL_NBYTES = len(Footer.MAGIC)
 
 
@@ -97,9 +101,7 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
             raise UnsupportedCheckpointError(f"this {source.traits.kind} holds no constants{where}")
         if len(members) == 1:
             return source
-        return JoinedSource(
-            members, kind=source.traits.kind, metadata=metadata if len(members) == 2 else {}, remarks=()
-        )
+        return JoinedSource(members, kind=source.traits.kind, metadata=metadata if len(members) == 2 else {})
     except BaseException:
         for member in members:
             member.source.close()
@@ -120,7 +122,8 @@ class ExportedSource(Source):
             "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw,
             chooses_order=stream.regular_file is not None,
             refusals=_refusals(survey.constants),
-            remarks=tuple(_remarks(survey, spooled)),
+            warnings=tuple(_warnings(survey)),
+            remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes),),
         )
         super().__init__(_catalog(survey.constants), traits)
 
@@ -179,17 +182,12 @@ def _refusals(constants: Constants) -> Mapping[int, str]:
     return {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
 
 
-def _remarks(survey: Survey, spooled: SpoolFile | None) -> Iterator[str]:
+def _warnings(survey: Survey) -> Iterator[str]:
     others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
     if others:
         yield f"{len(others)} payloads of {listed(sorted(set(others)))} were skipped: their format is unknown"
     if survey.external:
         yield f"{survey.external} constants of the program are in other files"
-    if spooled is not None:
-        yield (
-            "the program describes some constants after others, so that they are known only at its end: "
-            f"all {spooled.nbytes} bytes were spooled to a temporary file"
-        )
 
 
 def _catalog(constants: Constants) -> Catalog:

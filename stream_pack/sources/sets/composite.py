@@ -25,6 +25,7 @@ __all__ = [
     "OpenFile",
     "member_path",
     "member_remarks",
+    "member_warnings",
     "open_members",
     "regular_file",
     "say_where",
@@ -122,7 +123,13 @@ class JoinedSource(Source):
     """
 
     def __init__(
-        self, members: Sequence[Member], *, kind: str, metadata: Mapping[str, str], remarks: Sequence[str]
+        self,
+        members: Sequence[Member],
+        *,
+        kind: str,
+        metadata: Mapping[str, str],
+        warnings: Sequence[str] = (),
+        remarks: Sequence[str] = (),
     ) -> None:
         self._members = members
         widths = [_storages(member.source.catalog) for member in members]
@@ -135,6 +142,7 @@ class JoinedSource(Source):
             held_nbytes=sum(source.held_nbytes for source in sources),
             sparse=any(source.sparse for source in sources),
             refusals=_refusals(members),
+            warnings=(*warnings, *member_warnings(members)),
             remarks=(*remarks, *member_remarks(members)),
         )
         super().__init__(self._build(metadata), traits)
@@ -235,9 +243,12 @@ class JoinedSource(Source):
 
 def member_remarks(members: Iterable[Member]) -> Iterator[str]:
     """What each member remarks, with its name."""
-    for member in members:
-        for remark in member.source.traits.remarks:
-            yield f"{quoted(member.name)}: {remark}"
+    return (f"{quoted(member.name)}: {line}" for member in members for line in member.source.traits.remarks)
+
+
+def member_warnings(members: Iterable[Member]) -> Iterator[str]:
+    """What each member warns of, with its name."""
+    return (f"{quoted(member.name)}: {line}" for member in members for line in member.source.traits.warnings)
 
 
 def _refusals(members: Iterable[Member]) -> dict[int, str]:

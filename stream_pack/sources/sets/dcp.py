@@ -48,9 +48,10 @@ class DcpSource(Source):
         remarks = list(chosen.remarks)
         if found.ignored:
             remarks.append(f"{found.ignored} entries that are not tensors were skipped")
+        warnings = list(chosen.warnings)
         unnamed = {name for name in os.listdir(folder) if name.endswith(SHARD_SUFFIX)} - found.files
         if unnamed:
-            remarks.append(
+            warnings.append(
                 f"shards that {METADATA} does not name were left out, {len(unnamed)} in all, perhaps of another save: "
                 f"{listed(sorted(unnamed))}"
             )
@@ -67,7 +68,10 @@ class DcpSource(Source):
             nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
         most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
         traits = Traits(
-            "torch.distributed checkpoint", held_nbytes=MIN_PART_CHUNK_NBYTES * most, remarks=tuple(remarks)
+            "torch.distributed checkpoint",
+            held_nbytes=MIN_PART_CHUNK_NBYTES * most,
+            warnings=tuple(warnings),
+            remarks=tuple(remarks),
         )
         super().__init__(builder.build(storages_nbytes=nbytes), traits)
 

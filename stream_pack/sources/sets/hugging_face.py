@@ -39,7 +39,7 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -
     """The tensors that the index at ``index`` names, file by file in the order of the files' names, each
     file in its own order.
 
-    Tensors of the files that the index does not name are left out, and counted in the remarks.  ``total_size`` is
+    Tensors of the files that the index does not name are left out, and counted in a warning.  ``total_size`` is
     not looked at: tools have written it in several ways.  ``watch`` is asked about the index.
 
     Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
@@ -75,18 +75,18 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
         for key, value in source.catalog.metadata.items():
             if metadata.setdefault(key, value) != value:
                 disputed.add(key)
-    remarks = []
+    warnings = []
     if left_out:
-        remarks.append(
+        warnings.append(
             f"tensors that {quoted(index)} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
         )
     if disputed:
-        remarks.append(f"the files disagree about the metadata {listed(sorted(disputed))}: left out")
+        warnings.append(f"the files disagree about the metadata {listed(sorted(disputed))}: left out")
     return JoinedSource(
         members,
         kind=f"Hugging Face set of {len(files)} files",
         metadata={key: value for key, value in metadata.items() if key not in disputed},
-        remarks=remarks,
+        warnings=warnings,
     )
 
 

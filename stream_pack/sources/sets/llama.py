@@ -31,6 +31,7 @@ from stream_pack.sources.sets.composite import (
     OpenFile,
     member_path,
     member_remarks,
+    member_warnings,
     open_members,
     say_where,
     together,
@@ -80,6 +81,7 @@ class LlamaSource(Source):
             traits = Traits(
                 f"Llama set of {len(names)} shards",
                 held_nbytes=sum(MIN_PART_CHUNK_NBYTES + shard.traits.held_nbytes for shard in self._shards),
+                warnings=tuple(member_warnings(members)),
                 remarks=tuple(member_remarks(members)),
             )
             super().__init__(self._build(params), traits)

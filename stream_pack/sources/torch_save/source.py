@@ -64,6 +64,7 @@ class TorchSource(Source):
             kind,
             chooses_order=container.seekable,
             held_nbytes=TENSOR_NBYTES * len(self._tensors.catalog),
+            warnings=container.state_dict.warnings,
             remarks=container.state_dict.remarks + remarks,
         )
         super().__init__(self._tensors.catalog, traits)

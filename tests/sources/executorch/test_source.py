@@ -163,7 +163,7 @@ def test_only_what_comes_out_of_order_goes_to_disk(tmp_path: Path) -> None:
         stream_pack.convert(Dribble(data, step=4096), io.BytesIO())
     report = stream_pack.convert(Dribble(data, step=4096), io.BytesIO(), spool_dir=tmp_path)
     assert report.spool_nbytes == len(data)
-    assert any("temporary file" in warning for warning in report.warnings)
+    assert any("temporary file" in remark for remark in report.remarks)
     assert list(tmp_path.iterdir()) == []
 
 

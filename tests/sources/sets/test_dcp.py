@@ -86,7 +86,7 @@ def test_what_was_read_and_what_was_left_out_is_in_the_report(two_ranks: Path, t
     assert report.source_nbytes == sum(tensor.nbytes for tensor in whole.values())
     assert report.verification == "CRC-32 of every record verified"
     # "step", "config.layers" and "config.name"
-    assert report.warnings == ("3 entries that are not tensors were skipped",)
+    assert report.remarks == ("3 entries that are not tensors were skipped",)
     with stream_pack.open(tmp_path / "out.pack") as pack:
         assert all(torch.equal(pack[name].torch().view(torch.uint8), whole[name].contiguous().view(torch.uint8))
                    for name in whole if whole[name].ndim)  # fmt: skip
@@ -173,11 +173,11 @@ def test_the_model_is_taken_out_of_a_training_checkpoint_and_it_is_said(tmp_path
 def test_shards_that_the_metadata_does_not_name_are_mentioned(tmp_path: Path) -> None:
     folder = save({**MODEL, "epoch": 3}, tmp_path / "ckpt")
     with open_source(folder) as source:
-        assert not any("does not name" in remark for remark in source.traits.remarks)
+        assert not any("does not name" in line for line in source.traits.warnings)
     shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
     with open_source(folder) as source:
-        assert "shards that .metadata does not name were left out, 1 in all" in source.traits.remarks[-1]
-        assert "'__1_0.distcp'" in source.traits.remarks[-1]
+        assert "shards that .metadata does not name were left out, 1 in all" in source.traits.warnings[-1]
+        assert "'__1_0.distcp'" in source.traits.warnings[-1]
 
 
 @pytest.mark.parametrize("keys", [("model", "state_dict"), ("generator", "discriminator"), ("optimizer",)])

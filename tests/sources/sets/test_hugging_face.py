@@ -156,7 +156,7 @@ def test_a_name_in_two_files_is_taken_from_the_one_that_the_index_says(tmp_path:
     data = read_path(index)
     assert data["w"] == np.array([2.0, 2.0], "<f4").tobytes()
     with open_source(index) as source:
-        assert source.traits.remarks[0].endswith("left out, 1 in all: 'w'")
+        assert source.traits.warnings[0].endswith("left out, 1 in all: 'w'")
 
 
 def test_metadata_that_the_files_disagree_about_is_left_out(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_metadata_that_the_files_disagree_about_is_left_out(tmp_path: Path) -> N
     weight_map = {"x1": "1.safetensors", "x2": "2.safetensors"}
     with open_source(write_index(tmp_path / "m.index.json", weight_map)) as source:
         assert source.catalog.metadata == {"format": "pt"}
-        assert source.traits.remarks == ("the files disagree about the metadata 'shard': left out",)
+        assert source.traits.warnings == ("the files disagree about the metadata 'shard': left out",)
 
 
 def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path: Path) -> None:

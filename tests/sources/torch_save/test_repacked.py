@@ -234,7 +234,7 @@ def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_
     data = reordered("pickle last")
     report = stream_pack.convert(ByteSource(data), tmp_path / "pack")
     assert report.spool_nbytes == len(data)
-    assert f"all {len(data)} bytes were spooled to a temporary file" in report.warnings[-1]
+    assert f"all {len(data)} bytes were spooled to a temporary file" in report.remarks[-1]
     with pytest.raises(LimitError, match="does not begin with data.pkl.*all of it.*--spool-dir"):
         stream_pack.convert(ByteSource(data), Forward(io.BufferedWriter(Pipe())))
     with pytest.raises(UnsupportedCheckpointError, match=r"first record is .*disk space for the whole archive"):
