@@ -2,6 +2,9 @@
 
 Pure: bytes in, a :class:`Kind` or a line of text out.  A kind is a guess at what the bytes *claim* to be; the reader
 proves it.
+
+Some formats begin with bytes that depend on the content: a safetensors file with the length of its header, a tar
+archive with the name of a file.  These may spell another format's magic, so their structure is looked at first.
 """
 
 from __future__ import annotations
@@ -11,10 +14,21 @@ import re
 
 from stream_pack.format.header_kinds import KINDS
 
-__all__ = ["CHECKPOINTS", "SNIFF_NBYTES", "Kind", "describe", "describe_start", "sniff"]
+__all__ = [
+    "CHECKPOINTS",
+    "MAX_SAFETENSORS_HEADER_NBYTES",
+    "SNIFF_NBYTES",
+    "Kind",
+    "describe",
+    "describe_start",
+    "sniff",
+]
 
 SNIFF_NBYTES = 512
-"""Bytes that are looked at: one block of a tar archive, whose magic is at 257."""
+"""Bytes that are looked at: one block of a tar archive."""
+
+MAX_SAFETENSORS_HEADER_NBYTES = 100_000_000
+"""The format's own limit."""
 
 
 class Kind(enum.Enum):
@@ -59,7 +73,7 @@ _MAGICS: tuple[tuple[int, bytes, Kind], ...] = (
     (0, b"GGUF", Kind.GGUF),
     (0, b"\x93NUMPY", Kind.NPY),
     (0, b"\x89HDF\r\n\x1a\n", Kind.HDF5),
-    (0, b"\x1f\x8b", Kind.GZIP),
+    (0, b"\x1f\x8b\x08", Kind.GZIP),  # with the only method there is
     (0, b"\x28\xb5\x2f\xfd", Kind.ZSTD),
     (0, b"\xfd7zXZ\0", Kind.XZ),
     (4, b"1AY&SY", Kind.BZIP2),  # after "BZh" and a digit; a text may begin like those
@@ -87,8 +101,14 @@ _LEGACY = re.compile(
     re.DOTALL,
 )
 
-_MAX_SAFETENSORS_HEADER_NBYTES = 2**40
-"""The format allows 100,000,000; a greater claim is still safetensors, damaged.  Eight bytes of text are above this."""
+_JSON_OBJECTS = re.compile(rb"""\{\s*(?:\}\s*|"(?:[^"\\\0-\x1f]|\\.)*\\?(?:"\s*(?::\s*(?:[{n].*)?)?)?)?""", re.DOTALL)
+"""The beginning, cut off anywhere, of a JSON object of objects (or nulls), or all of an empty one.
+
+No pickle has one at byte 8 after a length within the limit: what follows the brace there is an opcode.  Nor has a GGUF
+file of 123 tensors, whose ninth byte is a brace.
+"""
+_DAMAGED_HEADER_NBYTES = 2**40
+"""A greater claim than the format allows is still safetensors, damaged.  Eight bytes of text are above this."""
 
 _WEB_PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|head|\?xml)\b", re.IGNORECASE)
 _NOT_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f\x7f]")  # ESC is text: terminals' colours
@@ -105,25 +125,7 @@ def sniff(start: bytes) -> Kind:
     if not start:
         return Kind.EMPTY
     start = start[:SNIFF_NBYTES]
-    for at, magic, kind in _MAGICS:
-        if start.startswith(magic, at):
-            return kind
-    if start.startswith(_ZIP_ENTRY):
-        return _zip_kind(start)
-    if _LEGACY.match(start):
-        return Kind.TORCH_LEGACY
-    if start[0] == 0x80 and 2 <= int.from_bytes(start[1:2], "little") <= 5:
-        return Kind.PICKLE
-    if start.startswith(b"version https://git-lfs"):
-        return Kind.GIT_LFS
-    if _WEB_PAGE.match(start):
-        return Kind.HTML
-    header_nbytes = int.from_bytes(start[:8], "little")
-    if start[8:9] == b"{" and header_nbytes < _MAX_SAFETENSORS_HEADER_NBYTES:
-        return Kind.SAFETENSORS
-    if not start.strip(b"\0"):
-        return Kind.ZEROS
-    return _text_kind(start)
+    return _structured(start) or _marked(start) or _resembled(start)
 
 
 def describe(kind: Kind, start: bytes) -> str:
@@ -163,6 +165,50 @@ def _zip_kind(start: bytes) -> Kind:
     # torch.jit.save too puts data/0 first; only the directory at the archive's end tells it from a checkpoint that
     # was zipped again in another order.
     return Kind.TORCH_ZIP if _TORCH_RECORD.match(record) else Kind.ZIP
+
+
+def _structured(start: bytes) -> Kind | None:
+    """A format whose first bytes may be any other's magic, told by more than them."""
+    nbytes = int.from_bytes(start[:8], "little")
+    if nbytes <= MAX_SAFETENSORS_HEADER_NBYTES and _JSON_OBJECTS.fullmatch(start[8 : 8 + nbytes]):
+        return Kind.SAFETENSORS
+    return Kind.TAR if _is_tar_block(start) else None
+
+
+def _marked(start: bytes) -> Kind | None:
+    """A format that has a magic."""
+    if not _is_text(start):  # which may be about GGUF
+        for at, magic, kind in _MAGICS:
+            if start.startswith(magic, at):
+                return kind
+    if start.startswith(_ZIP_ENTRY):
+        return _zip_kind(start)
+    if _LEGACY.match(start):
+        return Kind.TORCH_LEGACY
+    if start[0] == 0x80 and 2 <= int.from_bytes(start[1:2], "little") <= 5:
+        return Kind.PICKLE
+    return Kind.GIT_LFS if start.startswith(b"version https://git-lfs") else None
+
+
+def _resembled(start: bytes) -> Kind:
+    """What is left: damaged files, and what is no file of weights at all."""
+    if _WEB_PAGE.match(start):
+        return Kind.HTML
+    nbytes = int.from_bytes(start[:8], "little")
+    if nbytes < _DAMAGED_HEADER_NBYTES and start[8 : 8 + nbytes].lstrip().startswith(b"{"):
+        return Kind.SAFETENSORS
+    if not start.strip(b"\0"):
+        return Kind.ZEROS
+    return _text_kind(start)
+
+
+def _is_tar_block(start: bytes) -> bool:
+    """Whether ``start`` is the header of a file in a tar archive: its checksum, in octal, is the sum of its bytes."""
+    at, end = 148, 156
+    field = start[at:end].strip(b" \0")
+    if len(start) < SNIFF_NBYTES or re.fullmatch(b"[0-7]+", field) is None:
+        return False
+    return int(field, 8) == sum(start[:at]) + (end - at) * ord(" ") + sum(start[end:])
 
 
 def _text_kind(start: bytes) -> Kind:

@@ -14,6 +14,7 @@ from typing import TypeGuard
 from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_SAFETENSORS
+from stream_pack.format.file_kinds import MAX_SAFETENSORS_HEADER_NBYTES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
@@ -21,9 +22,6 @@ from stream_pack.sources.data_section import DataSectionSource
 from stream_pack.text import quoted
 
 __all__ = ["SafetensorsSource"]
-
-MAX_HEADER_NBYTES = 100_000_000
-"""The format's own limit."""
 
 HEADER_COPIES = 3
 MEMBER_NBYTES = 150
@@ -95,9 +93,10 @@ class SafetensorsSource(DataSectionSource):
 
 def _read_header(stream: ByteStream, watch: MemoryWatch) -> bytes:
     nbytes = int.from_bytes(stream.read_exactly(8, what="the length of the header"), "little")
-    if nbytes > MAX_HEADER_NBYTES:
+    if nbytes > MAX_SAFETENSORS_HEADER_NBYTES:
         raise UnsupportedCheckpointError(
-            f"not safetensors: its first 8 bytes would be a header of {nbytes} bytes, the limit is {MAX_HEADER_NBYTES}"
+            f"not safetensors: its first 8 bytes would be a header of {nbytes} bytes, the limit is "
+            f"{MAX_SAFETENSORS_HEADER_NBYTES}"
         )
     # The format wants "{" and nothing before it; seen first, so that no other file is read as a header.
     if nbytes < 2 or stream.peek(1) != b"{":
