@@ -6,6 +6,7 @@ Whatever the source does (short reads of one byte, signals, a descriptor in non-
 
 from __future__ import annotations
 
+import codecs
 import io
 import operator
 import os
@@ -16,9 +17,10 @@ from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import numpy as np
 
-from stream_pack.errors import SourceError, TruncatedSourceError
+from stream_pack.errors import OptionError, SourceError, TruncatedSourceError
+from stream_pack.text import shown
 
-__all__ = ["READ_AHEAD_NBYTES", "BinaryReader", "ByteStream"]
+__all__ = ["READ_AHEAD_NBYTES", "BinaryReader", "ByteStream", "require_binary"]
 
 READ_AHEAD_NBYTES = 65536
 """What a small read fetches at once: so many bytes cost about as much to copy as a system call does."""
@@ -43,9 +45,11 @@ class ByteStream:
     ``on_read``, unless None, is called with the number of bytes whenever some have come from the source.
 
     Lifetime: ``close`` closes what :meth:`open_path` opened and never what a caller handed over.
+    Raises: OptionError for a file object in text mode.
     """
 
     def __init__(self, source: int | BinaryReader) -> None:
+        require_binary(source, what="source")
         self._owned: int | None = None
         self._limit: int | None = None  # the stream's length, where it ends before its file does
         self._ahead = b""
@@ -265,6 +269,17 @@ class ByteStream:
                 waiting.poll()
 
 
+def require_binary(file: object, *, what: str) -> None:
+    """Raises: OptionError for a file object of text, or a bool instead of a descriptor, as the argument ``what``."""
+    if isinstance(file, bool):
+        raise OptionError(f"{what}={shown(file)}: expected a path, a descriptor or a binary file object")
+    text = isinstance(file, io.TextIOBase | codecs.StreamReader | codecs.StreamWriter | codecs.StreamReaderWriter)
+    # What tempfile makes is no io object itself; its attributes are those of the file within.
+    opened = getattr(file, "mode", None)
+    if text or (isinstance(opened, str) and "b" not in opened and hasattr(file, "encoding")):
+        raise OptionError(f"the {what} is a file object in text mode: open it in binary mode")
+
+
 def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
     """Descriptor and current offset, if reading by position gives the very bytes that ``source`` would.
 
@@ -306,7 +321,7 @@ def _reader_of_read(source: BinaryReader) -> Callable[[memoryview], int]:
         if data is None:
             raise BlockingIOError("the source is a file object in non-blocking mode")
         if isinstance(data, str):
-            raise TypeError("the source gives text: open it in binary mode")
+            raise OptionError("the source gives text: open it in binary mode")
         try:
             given = memoryview(data).cast("B")
         except TypeError:

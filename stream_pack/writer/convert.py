@@ -23,7 +23,7 @@ from stream_pack.sources.open import Convertible, open_source
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack
-from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
+from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink, require_path
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +163,7 @@ def save_file(
         to=to, dtype=dtype, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes,
         allow_blowup=allow_blowup, jobs=jobs,
     )  # fmt: skip
+    require_path("path", path)
     return convert_with(tensors, path, options)
 
 

@@ -17,12 +17,12 @@ from stream_pack.format.head import encode_head
 from stream_pack.format.header import To
 from stream_pack.format.index import NO_BUFFER
 from stream_pack.format.layout import plan
-from stream_pack.text import listed, quoted
+from stream_pack.text import listed, quoted, shown
 from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import PackWriter
 from stream_pack.writer.sink import BinaryWriter, Sink, open_sink
 
-__all__ = ["BytesLike", "Spec", "Specs", "UnfinishedPack", "Writer", "chunks_of", "specified"]
+__all__ = ["BytesLike", "Spec", "Specs", "UnfinishedPack", "Writer", "chunks_of", "require_name", "specified"]
 
 BytesLike: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -132,6 +132,7 @@ class Writer(UnfinishedPack):
 
     def _take(self, name: str) -> int:
         """The buffer of the tensor, if it may be written now."""
+        require_name(name)
         if name not in self._buffers:
             raise UnknownTensorError(f"no tensor {quoted(name)} in the specs of this Writer", tensor=name)
         buffer = self._buffers[name]
@@ -186,10 +187,13 @@ class Writer(UnfinishedPack):
 def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
     """The catalog of specified tensors, each with a storage of its own, its number in ``specs``.
 
-    Raises: UnsupportedTensorError, SourceError, LimitError.
+    Raises: OptionError; UnsupportedTensorError, SourceError, LimitError.
     """
+    if not isinstance(specs, Mapping):
+        raise OptionError(f"specs={shown(specs)}: expected a mapping of names to specs")
     builder = CatalogBuilder()
     for number, (name, given) in enumerate(specs.items()):
+        require_name(name)
         try:
             spec = given if isinstance(given, Spec) else Spec(*given)
         except TypeError:
@@ -199,10 +203,26 @@ def specified(specs: Specs, metadata: Mapping[str, str] | None) -> Catalog:
     return builder.build(storages_nbytes=0, metadata=metadata)
 
 
+def require_name(name: object) -> None:
+    """Raises: OptionError for a tensor name that is no text."""
+    if not isinstance(name, str):
+        raise OptionError(f"name={shown(name)}: expected the name of a tensor, as text")
+
+
 def chunks_of(given: BytesLike | Iterable[BytesLike]) -> Iterator[memoryview]:
-    """One bytes-like object, or an iterable of them, as views of bytes.  Copies: none."""
-    for chunk in [given] if isinstance(given, (bytes, bytearray, memoryview)) else given:
-        yield memoryview(chunk).cast("B")
+    """One bytes-like object, or an iterable of them, as views of bytes.
+
+    Copies: none.  Raises: OptionError for anything else; any error of the iterable.
+    """
+    given = [given] if isinstance(given, (bytes, bytearray, memoryview)) else given
+    if not isinstance(given, Iterable):
+        raise OptionError(f"chunks={shown(given)}: expected a bytes-like object, or an iterable of them")
+    for chunk in given:
+        try:
+            view = memoryview(chunk).cast("B")
+        except TypeError as error:
+            raise OptionError(f"a chunk is {shown(chunk)}: expected contiguous bytes ({error})") from None
+        yield view
 
 
 def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:

@@ -19,11 +19,12 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import FormatError, SourceError, StateError, UnknownTensorError
+from stream_pack.errors import FormatError, OptionError, SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
 from stream_pack.format.head import Head
@@ -32,10 +33,10 @@ from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.proof import END_NBYTES, START_NBYTES, prove_head, prove_header, prove_reach
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.text import listed, quoted
-from stream_pack.writer.incremental import BytesLike, Specs, UnfinishedPack, chunks_of, specified
+from stream_pack.text import listed, quoted, shown
+from stream_pack.writer.incremental import BytesLike, Specs, UnfinishedPack, chunks_of, require_name, specified
 from stream_pack.writer.options import ConvertOptions
-from stream_pack.writer.sink import FileSink
+from stream_pack.writer.sink import FileSink, file_identity, require_path
 from stream_pack.writer.writeback import WritebackFile
 
 __all__ = ["ParallelWriter", "Part", "PartWriter"]
@@ -48,9 +49,12 @@ class Part:
     """What one :class:`PartWriter` has written; it can be pickled.
 
     Range ``r`` is bytes ``[begins[r], ends[r])`` of the pack's buffer ``buffers[r]``.  ``checksums[k]`` is that of
-    block number ``blocks[k]``, which is whole in a single range.  ``head_checksum`` identifies the pack.
+    block number ``blocks[k]``, which is whole in a single range.  ``attempt`` tells the :class:`ParallelWriter` by the
+    name of its unfinished file, 64 bits of which are random: a path's machine, folder and inode may look different to
+    each process.  ``head_checksum`` is that of the pack's head, the same for every attempt at the same pack.
     """
 
+    attempt: str
     head_checksum: int
     buffers: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -96,17 +100,16 @@ class ParallelWriter(UnfinishedPack):
         Blocks that no single ``write`` held whole are read back to be hashed: at most one at each end of a range.
 
         Raises: StateError for bytes that are missing or were written twice, naming the tensors, and for a part of
-        another pack; the pack is then abandoned.  OSError.
+        another pack or of another attempt at this one; OptionError; OSError.  The pack is then abandoned.
         """
         self._require_open()
         self._closed = True
         with self._sink:
-            self._pack.finish_with(self._checksums(list(parts)).tobytes())
+            self._pack.finish_with(self._checksums(_parts(parts)).tobytes())
 
     def _checksums(self, parts: Sequence[Part]) -> NDArray[np.uint64]:
         """The checksums of all blocks, in file order."""
-        if any(part.head_checksum != self._pack.head.checksum for part in parts):
-            raise StateError("one of the parts was written into another pack")
+        self._check_identity(parts)
         index = self._pack.head.index
         _check_coverage(index, parts)
         checksums = np.zeros(index.checksums_nbytes // 8, "<u8")
@@ -119,6 +122,17 @@ class ParallelWriter(UnfinishedPack):
             for block in np.flatnonzero(~known).tolist():
                 checksums[block] = self._read_back(stream, block)
         return checksums
+
+    def _check_identity(self, parts: Sequence[Part]) -> None:
+        """Raises: StateError for a part whose bytes are not in this file."""
+        for number, part in enumerate(parts):
+            if part.head_checksum != self._pack.head.checksum:
+                raise StateError(f"parts[{number}] was written into another pack")
+            if part.attempt != _attempt(self.unfinished_path):
+                raise StateError(
+                    f"parts[{number}] was written into another attempt at this pack, {quoted(part.attempt)}: send its "
+                    "writer the unfinished_path of this one, and write it again"
+                )
 
     def _read_back(self, stream: ByteStream, block: int) -> int:
         buffer, _, begin, end = self._pack.head.index.block_range(block)
@@ -137,6 +151,8 @@ class PartWriter:
     """
 
     def __init__(self, unfinished_path: str | os.PathLike[str]) -> None:
+        require_path("unfinished_path", unfinished_path)
+        self._path = os.path.realpath(unfinished_path)
         self._head = _read_head(unfinished_path)
         fd = os.open(unfinished_path, os.O_WRONLY | os.O_CLOEXEC)
         self._fd = fd
@@ -146,7 +162,7 @@ class PartWriter:
         self._runs: list[tuple[int, list[int]]] = []
         self._usable = True
 
-    def write(self, name: str, chunks: BytesLike | Iterable[BytesLike], *, begin: int = 0) -> None:
+    def write(self, name: str, chunks: BytesLike | Iterable[BytesLike], *, begin: SupportsIndex = 0) -> None:
         """Write bytes of one tensor, little-endian and row-major, from its byte ``begin`` on: one bytes-like object or
         an iterable of them.
 
@@ -154,12 +170,12 @@ class PartWriter:
         no byte twice, not even by another process.  A chunk's memory may be reused as soon as the next chunk is
         requested, or this returns.
 
-        Raises: UnknownTensorError; SourceError for bytes outside the tensor; OSError; any error of ``chunks``.  After
-        an error this part cannot be finished.
+        Raises: UnknownTensorError; SourceError for bytes outside the tensor; StateError when the pack is committed or
+        abandoned; OSError; any error of ``chunks``.  After an error this part cannot be finished.
         """
         self._require_usable()
         self._usable = False
-        self._write(name, chunks, operator.index(begin))
+        self._write(name, chunks, _whole(begin))
         self._usable = True
 
     def _require_usable(self) -> None:
@@ -167,9 +183,13 @@ class PartWriter:
             raise StateError("this PartWriter is closed")
         if not self._usable:
             raise StateError("an earlier write failed: this part cannot be finished")
+        # After the commit this descriptor is that of the target; after an abandon, that of a deleted file.
+        if file_identity(self._path) != file_identity(self._fd):
+            raise StateError(f"the pack of {quoted(self._path)} was committed or abandoned: this part is too late")
 
     def _write(self, name: str, chunks: BytesLike | Iterable[BytesLike], begin: int) -> None:
         index = self._head.index
+        require_name(name)
         tensor = index.find(name)
         if tensor is None:
             raise UnknownTensorError(f"no tensor {quoted(name)} in this pack", tensor=name)
@@ -202,7 +222,7 @@ class PartWriter:
     def finish(self) -> Part:
         """Flush to disk, close, and return what was written.
 
-        Raises: StateError after a failed write; OSError.
+        Raises: StateError after a failed write, or when the pack is committed or abandoned; OSError.
         """
         self._require_usable()
         os.fsync(self._fd)
@@ -210,6 +230,7 @@ class PartWriter:
         ranges = np.array(self._ranges, np.int64).reshape(-1, 3)
         blocks = [np.arange(first, first + len(run)) for first, run in self._runs]
         return Part(
+            attempt=_attempt(self._path),
             head_checksum=self._head.checksum,
             buffers=ranges[:, 0],
             begins=ranges[:, 1],
@@ -227,6 +248,26 @@ class PartWriter:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _whole(begin: SupportsIndex) -> int:
+    try:
+        return operator.index(begin)
+    except TypeError:
+        raise OptionError(f"begin={shown(begin)}: expected a whole number") from None
+
+
+def _attempt(unfinished_path: str) -> str:
+    return os.path.basename(unfinished_path)
+
+
+def _parts(parts: object) -> list[Part]:
+    given = []
+    for part in parts if isinstance(parts, Iterable) else [parts]:
+        if not isinstance(part, Part):
+            raise OptionError(f"parts: expected an iterable of what PartWriter.finish() returned, got {shown(part)}")
+        given.append(part)
+    return given
 
 
 def _read_head(path: str | os.PathLike[str]) -> Head:

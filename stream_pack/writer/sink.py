@@ -17,11 +17,13 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from stream_pack.errors import OptionError, StateError
 from stream_pack.format.checksum import zeros
+from stream_pack.pipeline.bytestream import require_binary
 from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.text import shown
 from stream_pack.writer.temporary import create_temporary, sweep
 from stream_pack.writer.writeback import WritebackFile, rest_of, write_some
 
-__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink"]
+__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink", "require_path"]
 
 BATCH_NBYTES = 1 << 20
 BATCH_PARTS = 512
@@ -112,7 +114,8 @@ class FileSink(Sink):
     Lifetime: the temporary file is removed by :meth:`abort`, with this object, or when the interpreter ends; only a
     killed process leaves one, named ``.stream_pack-*.tmp``, which the next one in this folder removes.  ``temporary``
     is its path until then.
-    Raises: OSError, also when the target is neither absent nor a regular file, or could not be replaced in the end.
+    Raises: OSError, also when the target is neither absent nor a regular file, or could not be replaced in the end;
+    OptionError for what is not a path.
     """
 
     in_order = False
@@ -120,6 +123,7 @@ class FileSink(Sink):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
+        require_path("path", path)
         self._path = os.fspath(path)
         self._target = os.path.realpath(self._path)
         self.folder = os.path.dirname(self._target)
@@ -244,10 +248,17 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
             return StreamSink(os.open(target, os.O_WRONLY | os.O_CLOEXEC), owned=True)
         return FileSink(target)
     if isinstance(target, (int, BinaryWriter)):
+        require_binary(target, what="target")
         return StreamSink(target)
     raise OptionError(
         f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object"
     )
+
+
+def require_path(name: str, path: object) -> None:
+    """Raises: OptionError when the argument ``name`` is no path; a number would name a descriptor."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise OptionError(f"{name}={shown(path)}: expected a path")
 
 
 def file_identity(file: object) -> tuple[int, int] | None:

@@ -514,6 +514,34 @@ def test_a_conversion_that_is_interrupted_leaves_the_old_target_and_nothing_else
     assert os.listdir(tmp_path) == ["target"]
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("module", ["stream_pack.cli", "argparse", "stream_pack.cli.verify", "numpy"])
+@pytest.mark.parametrize("way", ["module", "script"])
+def test_a_signal_while_modules_are_imported_ends_the_program_quietly(
+    way: str, module: str, signum: signal.Signals
+) -> None:
+    code = f"""
+import os, runpy, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {int(signum)})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in the background of a script,
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or under nohup
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["stream-pack", "inspect", "missing.pack"]
+if {way!r} == "module":
+    runpy.run_module("stream_pack", run_name="__main__", alter_sys=True)
+from stream_pack.__main__ import script
+sys.exit(script())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signum, b"", b"")
+
+
 def test_signals_that_are_ignored_stay_ignored(tmp_path: Path) -> None:
     # As under nohup.
     with halfway(tmp_path / "target", ignoring=[signal.SIGHUP]) as process:

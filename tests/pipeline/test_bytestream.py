@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stream_pack.errors import SourceError, TruncatedSourceError
+from stream_pack.errors import OptionError, SourceError, TruncatedSourceError
 from stream_pack.pipeline.bytestream import ByteStream
 from tests.sources.byte_sources import Dribble
 
@@ -262,8 +262,10 @@ def test_a_descriptor_in_non_blocking_mode_is_waited_for() -> None:
 
 
 def test_a_text_file_object_is_a_mistake_of_the_caller() -> None:
-    with pytest.raises(TypeError, match="binary"):
-        ByteStream(io.StringIO("text")).peek(1)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="text mode: open it in binary mode"):
+        ByteStream(io.StringIO("text"))  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="gives text: open it in binary mode"):
+        ByteStream(Giving("text")).peek(1)
 
 
 class Lying(io.RawIOBase):

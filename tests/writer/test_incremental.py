@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import gc
+import gzip
 import io
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 import xxhash
 
+import stream_pack
 from stream_pack.errors import (
     LimitError,
     OptionError,
@@ -22,6 +27,7 @@ from stream_pack.errors import (
     UnsupportedTensorError,
 )
 from stream_pack.writer.incremental import Spec, Writer
+from stream_pack.writer.parallel import ParallelWriter, PartWriter
 from tests.vectors import minimal_reader
 
 
@@ -257,8 +263,80 @@ def test_a_spec_of_another_form_is_refused_by_name(tmp_path: Path, spec: object)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_is_no_text_is_an_unknown_tensor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("specs", [None, [("w", ("uint8", [1]))], {1: ("uint8", [1])}, {b"w": ("uint8", [1])}, 3])
+@pytest.mark.parametrize("writer", [Writer, ParallelWriter])
+def test_specs_of_another_form_are_refused(
+    tmp_path: Path, writer: type[Writer | ParallelWriter], specs: object
+) -> None:
+    with pytest.raises(OptionError, match="expected"):
+        writer(tmp_path / "p", specs)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [3, None, b"w"])
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, name: object) -> None:
     with Writer(tmp_path / "p", {"w": ("uint8", [1])}) as writer:
-        with pytest.raises(UnknownTensorError, match="no tensor 3 in the specs"):
-            writer.write(3, b"")  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match=r"name=.*: expected the name of a tensor, as text"):
+            writer.write(name, b"")  # type: ignore[arg-type]
         writer.write("w", b"x")
+
+
+@pytest.mark.parametrize("chunks", [3, None, "x", [3], [np.ones((4, 4), np.uint8)[:, ::2]]])
+def test_chunks_that_are_no_bytes_are_refused(tmp_path: Path, chunks: object) -> None:
+    with pytest.raises(OptionError, match="expected .*bytes"), Writer(tmp_path / "p", {"w": ("uint8", [8])}) as writer:
+        writer.write("w", chunks)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", [1, None, True, b"p", io.BytesIO()])
+def test_a_target_that_has_to_be_a_path_is_nothing_else(path: object) -> None:
+    given: Any = path
+    for call in (
+        lambda: stream_pack.save_file({"w": np.ones(1)}, given),
+        lambda: ParallelWriter(given, {"w": ("uint8", [1])}),
+        lambda: PartWriter(given),
+    ):
+        with pytest.raises(OptionError, match="path=.*: expected a path"):
+            call()
+
+
+def text_files(folder: Path, mode: str) -> Iterator[Any]:
+    (folder / "text").write_bytes(b"")
+    yield io.StringIO()
+    yield open(folder / "text", mode)
+    yield tempfile.NamedTemporaryFile(mode, dir=folder)
+    yield codecs.open(str(folder / "text"), mode, "utf-8")
+    yield sys.stdout
+
+
+@pytest.mark.filterwarnings("ignore:codecs.open:DeprecationWarning")  # of Python 3.14
+def test_a_file_object_in_text_mode_is_refused(tmp_path: Path) -> None:
+    for number, file in enumerate(text_files(tmp_path, "w")):
+        with pytest.raises(OptionError, match="target is a file object in text mode: open it in binary mode"):
+            stream_pack.convert({"w": np.ones(1)}, file)
+        if number in (1, 2, 3):
+            file.close()
+    for number, file in enumerate(text_files(tmp_path, "r+")):
+        if file is not sys.stdout:
+            with pytest.raises(OptionError, match="source is a file object in text mode: open it in binary mode"):
+                stream_pack.convert(file, tmp_path / "p")
+        if number in (1, 2, 3):
+            file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize("mode", ["wb", "w+b"])
+def test_binary_file_objects_of_tempfile_are_targets_and_sources(tmp_path: Path, mode: str) -> None:
+    with tempfile.NamedTemporaryFile(mode, dir=tmp_path, delete=False) as file:
+        stream_pack.convert({"w": np.ones(1)}, file)
+    with gzip.open(tmp_path / "z", "wb") as zipped:
+        stream_pack.convert(file.name, zipped)
+    with gzip.open(tmp_path / "z", "rb") as zipped:
+        assert stream_pack.convert(zipped, tmp_path / "p").tensors == 1
+
+
+def test_a_bool_is_no_descriptor(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="target=True: expected a path, a descriptor or a binary file object"):
+        stream_pack.convert({"w": np.ones(1)}, True)
+    with pytest.raises(OptionError, match="source=True: expected a path, a descriptor or a binary file object"):
+        stream_pack.convert(True, tmp_path / "p")

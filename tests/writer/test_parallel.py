@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import random
 import subprocess
@@ -19,6 +21,7 @@ import stream_pack
 from stream_pack.errors import (
     FormatError,
     LimitError,
+    OptionError,
     SourceError,
     StateError,
     StreamPackError,
@@ -182,6 +185,84 @@ def test_a_part_of_another_pack_is_told_apart(tmp_path: Path) -> None:
         part = part_of(other, ("a", A, 0), ("b", B, 0))
         with pytest.raises(StateError, match="another pack"):
             pack.commit([part])
+
+
+def test_a_part_of_an_abandoned_attempt_at_the_same_pack_is_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"old")
+    with parallel(path) as first:
+        stale = part_of(first, ("a", A, 0), ("b", B, 0))
+    with parallel(path) as second, pytest.raises(StateError, match="another attempt at this pack"):
+        second.commit([stale])
+    assert path.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_two_attempts_at_one_target_at_once_do_not_mix(alone: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    with parallel(path) as one, parallel(path) as other:
+        parts = [part_of(pack, ("a", A, 0), ("b", B, 0)) for pack in (one, other)]
+        with pytest.raises(StateError, match="another attempt at this pack"):
+            one.commit(parts[::-1])
+        other.commit(parts[1:])
+    assert path.read_bytes() == alone
+
+
+def test_a_part_given_twice_is_refused(tmp_path: Path) -> None:
+    with parallel(tmp_path / "f") as pack:
+        part = part_of(pack, ("a", A, 0), ("b", B, 0))
+        with pytest.raises(StateError, match="written twice"):
+            pack.commit([part, pickle.loads(pickle.dumps(part))])
+
+
+def write_b(unfinished_path: str) -> Part:
+    with PartWriter(unfinished_path) as writer:
+        writer.write("b", B)
+        return writer.finish()
+
+
+def test_a_part_may_come_from_another_process_by_another_path(alone: bytes, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    path = tmp_path / "real" / "f"
+    with parallel(path) as pack, multiprocessing.get_context("spawn").Pool(1) as pool:
+        elsewhere = str(tmp_path / "link" / os.path.basename(pack.unfinished_path))
+        pack.commit([pool.apply(write_b, (elsewhere,)), part_of(pack, ("a", A, 0))])
+    assert path.read_bytes() == alone
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_writer_of_a_part_ends_with_its_pack(alone: bytes, committed: bool, tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    with parallel(path) as pack:
+        late = PartWriter(pack.unfinished_path)
+        late.write("b", B[:2])
+        if committed:
+            pack.commit([part_of(pack, ("a", A, 0), ("b", B, 0))])
+    for action in (late.finish, lambda: late.write("a", bytes(5))):
+        with pytest.raises(StateError, match="committed or abandoned"):
+            action()
+    late.close()
+    assert not committed or path.read_bytes() == alone
+
+
+@pytest.mark.parametrize(("name", "begin"), [(3, 0), (None, 0), ("b", "0"), ("b", 1.0)])
+def test_a_name_that_is_no_text_and_a_place_that_is_no_number_are_refused(
+    name: object, begin: object, tmp_path: Path
+) -> None:
+    with (
+        parallel(tmp_path / "f") as pack,
+        PartWriter(pack.unfinished_path) as writer,
+        pytest.raises(OptionError, match="expected"),
+    ):
+        writer.write(name, b"", begin=begin)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [None, 3, [None], ["part"]])
+def test_what_is_not_a_part_is_refused(parts: object, tmp_path: Path) -> None:
+    with parallel(tmp_path / "f") as pack, pytest.raises(OptionError, match="expected"):
+        pack.commit(parts)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
