@@ -66,7 +66,7 @@ class Constants:
 
     ``dtypes`` are numbers in :data:`stream_pack.format.dtypes.DTYPES`, or :data:`UNKNOWN`.  By number of
     constant: ``invalid``, why its bytes are not the tensor that dtype and dims describe; ``notes``, text that belongs
-    to it.
+    to it; ``orders``, where its bytes are not row-major, its dims as they follow in memory, outermost first.
 
     Units: bytes; every range is inside the file.
     """
@@ -78,6 +78,7 @@ class Constants:
     nbytes: NDArray[np.int64]
     invalid: Mapping[int, str] = field(default_factory=dict)
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -109,10 +110,12 @@ def join(parts: Sequence[Constants]) -> Constants:
     taken: dict[str, int] = {}
     invalid: dict[int, str] = {}
     notes: dict[int, Mapping[str, str]] = {}
+    orders: dict[int, tuple[int, ...]] = {}
     for part in parts:
         base = len(names)
         invalid.update((base + row, text) for row, text in part.invalid.items())
         notes.update((base + row, text) for row, text in part.notes.items())
+        orders.update((base + row, order) for row, order in part.orders.items())
         for name in part.names:
             unique = name
             while unique in taken:
@@ -130,6 +133,7 @@ def join(parts: Sequence[Constants]) -> Constants:
         nbytes=_joined([part.nbytes for part in parts], np.int64),
         invalid=invalid,
         notes=notes,
+        orders=orders,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from stream_pack.et_files.constants import BYTES, Fault, constant_fault, duplicate_name, lookup
-from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
+from stream_pack.et_files.layouts import BY_SCALAR_TYPE, find_orders
 from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
 from stream_pack.et_files.payload import Keyed, Payload, constants_inside, kept_rows, payload_fault
 from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
@@ -108,12 +108,12 @@ _QUANTIZED = {3: "qint8", 4: "quint8", 5: "qint32", 6: "qcint8", 7: "qcint32", 8
 def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     found = graph_ptd.decode(flatbuffer)
     names = [found.key(entry) for entry in range(len(found))]
-    layouts = row_major(found.dims, found.dim_order)
+    orders, invalid = find_orders(found.dims, found.dim_order)
     nbytes = found.segment_nbytes[found.segments]
     # An entry without a layout is bytes.
     ranks = np.where(found.has_layout, found.dims.lengths, 1)
     dims = np.repeat(nbytes.astype(np.int64), ranks)
-    dims[np.repeat(found.has_layout, ranks)] = layouts.dims.values
+    dims[np.repeat(found.has_layout, ranks)] = found.dims.values
     faults: list[Fault] = []
     constants = constants_inside(
         payload,
@@ -123,8 +123,8 @@ def ptd(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         dims=Ragged.of(dims, ranks),
         offsets=found.segment_offsets[found.segments],
         nbytes=nbytes,
-        invalid=layouts.invalid,
-        notes=layouts.notes,
+        invalid=invalid,
+        orders=orders,
     )
     begin, end = payload.file_offset, payload.region_file_offset
     repeated = [name for name, uses in Counter(names).items() if uses > 1]

@@ -78,6 +78,7 @@ def constants_inside(
     nbytes: NDArray[np.uint64],
     invalid: Mapping[int, str] | None = None,
     notes: Mapping[int, Mapping[str, str]] | None = None,
+    orders: Mapping[int, tuple[int, ...]] | None = None,
 ) -> Constants:
     """The constants that are inside the payload's region, the invalid ones marked.
 
@@ -100,6 +101,7 @@ def constants_inside(
         nbytes=nbytes[inside].astype(np.int64),
         invalid=kept_rows(invalid or {}, inside),
         notes=kept_rows(notes or {}, inside),
+        orders=kept_rows(orders or {}, inside),
     )
     return find_faults(constants, faults, origin=payload.file_offset)
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.et_files.constants import UNKNOWN, Constants, Fault, byte_strings, expected_nbytes, join, lookup
-from stream_pack.et_files.layouts import BY_SCALAR_TYPE, row_major
+from stream_pack.et_files.layouts import BY_SCALAR_TYPE, find_orders
 from stream_pack.et_files.program import Offsets, Program
 
 __all__ = ["Segments", "program_constants"]
@@ -86,17 +86,18 @@ def _described(program: Program, slots: _Slots, faults: list[Fault]) -> Iterator
         faults.append(Fault("range", text, 0, 0, (name,), fatal=True))
     numbers, firsts = np.unique(numbers[~missing], return_index=True)
     rows = rows[~missing][firsts]
-    layouts = row_major(tensors.sizes.take(rows), tensors.dim_orders.take(rows))
+    sizes = tensors.sizes.take(rows)
+    orders, invalid = find_orders(sizes, tensors.dim_orders.take(rows))
     room = slots.room[numbers]
     places = zip(rows.tolist(), numbers.tolist())
     described = Constants(
         names=[tensors.names[row] or f"{slots.prefix}{number}" for row, number in places],
         dtypes=lookup(tensors.scalar_types[rows], BY_SCALAR_TYPE),
-        dims=layouts.dims,
+        dims=sizes.astype(np.int64),
         file_offsets=slots.file_offsets[numbers],
         nbytes=room,
-        invalid=layouts.invalid,
-        notes=layouts.notes,
+        invalid=invalid,
+        orders=orders,
     )
     expected = expected_nbytes(described)
     fits = (expected >= 0) & (expected <= room) & (described.dtypes != UNKNOWN)

@@ -49,7 +49,7 @@ def inspect_pack(pack: Pack) -> Inspection:
         block_nbytes=None if raw else index.block_nbytes,
         head=None if raw else pack._head.kind.name,
         checksum=None if raw else pack.checksum,
-        rows=tuple(rows_of(index, contents.region_file_offset, contents.faults)),
+        rows=tuple(rows_of(index, contents.region_file_offset, contents.faults, contents.dim_orders)),
         parts=tuple(_parts(pack)),
     )
 

@@ -23,7 +23,8 @@ class InspectedTensor:
     ``buffer`` is the number of the buffer with its bytes, None for a tensor of 0 bytes.  ``shared_with`` is the number
     (in file order, from 0) of a tensor with exactly the same bytes, ``inside`` that of one whose bytes contain these;
     both are usually None; numbers, so that a long name is not repeated.  ``page_aligned``: it
-    starts at a multiple of 16,384, so that it can have its own MTLBuffer.
+    starts at a multiple of 16,384, so that it can have its own MTLBuffer.  ``dim_order``, of a tensor of ExecuTorch's
+    that is not row-major, lists its dims as they follow in memory.  ``notes`` are the texts attached to it.
 
     Units: bytes; ``file_offset`` counts from the pack's first byte.
     """
@@ -38,6 +39,8 @@ class InspectedTensor:
     inside: int | None
     page_aligned: bool
     fault: str | None
+    dim_order: tuple[int, ...] | None
+    notes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,9 @@ def _flags(row: InspectedTensor, rows: Sequence[InspectedTensor]) -> str:
         words.append(f"in {_cell(rows[row.inside].name)}")
     if row.page_aligned:
         words.append("page")
+    if row.dim_order is not None:
+        words.append(f"dim order {' '.join(map(str, row.dim_order))}")
+    words += [_cell(f"{key} = {value}") for key, value in row.notes.items()]
     if row.fault is not None:
         words.append(f"FAULT: {row.fault}")
     return ", ".join(words)

@@ -39,7 +39,7 @@ def _inspection(survey: Survey, file: FileRange) -> Inspection:
         metadata={},
         alignment=None,
         block_nbytes=None,
-        rows=tuple(rows_of(index, 0, dict(survey.constants.invalid))),
+        rows=tuple(rows_of(index, 0, survey.constants.invalid, survey.constants.orders)),
         parts=tuple(_parts(survey, file.available)),
         payloads=tuple(_payload_row(payload) for payload in survey.payloads if payload.users),
         external=survey.external,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from stream_pack.inspection.inspection import InspectedTensor
 __all__ = ["rows_of"]
 
 
-def rows_of(index: Index, region_file_offset: int, faults: dict[int, str]) -> Iterator[InspectedTensor]:
+def rows_of(
+    index: Index, region_file_offset: int, faults: Mapping[int, str], dim_orders: Mapping[int, tuple[int, ...]]
+) -> Iterator[InspectedTensor]:
     """A row for each tensor of an index."""
     inside, same = _sharing(index)
+    noted = set(index.note_tensors.tolist())
     columns = (index.offsets, index.tensor_nbytes, index.tensor_buffers)
     rows = zip(*(column.tolist() for column in columns))
     for tensor, (offset, nbytes, buffer) in enumerate(rows):
@@ -30,6 +33,8 @@ def rows_of(index: Index, region_file_offset: int, faults: dict[int, str]) -> It
             inside=inside.get(tensor),
             page_aligned=nbytes > 0 and (region_file_offset + offset) % PAGE_NBYTES == 0,
             fault=faults.get(tensor),
+            dim_order=dim_orders.get(tensor),
+            notes=index.notes(tensor) if tensor in noted else {},
         )
 
 

@@ -12,7 +12,7 @@ from stream_pack.errors import UnsupportedTensorError
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.text import quoted
 
-__all__ = ["Recipe", "merged", "recipe", "sign_flips"]
+__all__ = ["MAX_RANK", "Recipe", "merged", "recipe", "sign_flips"]
 
 MAX_RANK = 32
 """What every NumPy can view, after dims that need no stride of their own are merged."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from stream_pack.errors import FormatError, MappingInUse
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import BlockCheck
-from stream_pack.reader.mapping import Mapping
+from stream_pack.reader.mapping import Mapping as FileMapping
 from stream_pack.reader.opening import naming
 from stream_pack.reader.tensors import Storages
 from stream_pack.text import listed, quoted
@@ -31,7 +31,8 @@ class Contents:
     """What an open file holds: an index, and the region that it describes.
 
     ``head`` and ``checksum`` (the footer's) are None for a raw payload, which has no index of its own.  ``faults`` says
-    why a tensor's bytes are not what its dtype and shape promise; no pack has any.
+    why a tensor's bytes are not what its dtype and shape promise; ``dim_orders``, by tensor, in which order its dims
+    follow in memory, where that is not row-major; no pack has any of either.
 
     Units: bytes; ``region_file_offset`` counts from the pack's first byte.
     """
@@ -42,14 +43,15 @@ class Contents:
     region_file_offset: int
     region_nbytes: int
     nbytes: int
-    faults: dict[int, str]
+    faults: Mapping[int, str]
+    dim_orders: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
     """All that closing drops.  Every call reads it once, because another thread may close the pack."""
 
-    mapping: Mapping
+    mapping: FileMapping
     contents: Contents
     check: BlockCheck | None
 
@@ -62,7 +64,7 @@ class Lender:
     Raises (every method that returns memory): StateError once closed, also by another thread.
     """
 
-    def __init__(self, mapping: Mapping, contents: Contents, check: BlockCheck | None) -> None:
+    def __init__(self, mapping: FileMapping, contents: Contents, check: BlockCheck | None) -> None:
         self._file = mapping.file
         self._state: _Open | None = _Open(mapping, contents, check)
         self._storages = Storages()
@@ -93,7 +95,7 @@ class Lender:
         return self._state is None
 
     @property
-    def mapping(self) -> Mapping:
+    def mapping(self) -> FileMapping:
         """The memory.  Raises: StateError once closed."""
         return self._open().mapping
 

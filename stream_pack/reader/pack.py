@@ -92,6 +92,7 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
             region_nbytes=head.region_nbytes,
             nbytes=head.pack_nbytes,
             faults={},
+            dim_orders={},
         )
     mapping = FileMapping(file, contents.nbytes)
     lazy = origin.verify == "lazy"

@@ -81,7 +81,8 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
         region_file_offset=region,
         region_nbytes=payload.region_nbytes,
         nbytes=payload.nbytes,
-        faults=dict(constants.invalid),
+        faults=constants.invalid,
+        dim_orders=constants.orders,
     )
 
 
@@ -111,7 +112,7 @@ def index_of(constants: Constants, *, origin: int) -> Index:
         dims_ends=constants.dims.ends,
         dims=constants.dims.values,
         **name_columns(constants.names),
-        **note_columns({}, ()),
+        **note_columns({}, [(row, *note) for row, notes in constants.notes.items() for note in notes.items()]),
     )
 
 

@@ -88,10 +88,12 @@ def materialize(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         key = storage._cdata
         if key not in copies:
             copies[key] = storage.clone()  # type: ignore[no-untyped-call]
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        result[name] = (
-            tensor_of(copies[key], start, tensor.nbytes, tensor.dtype, tuple(tensor.shape))
-            if tensor.numel()
-            else tensor
-        )
+        result[name] = _over(copies[key], tensor) if tensor.numel() else tensor
     return result
+
+
+def _over(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """The same place of a copy of the tensor's storage, with the same shape and strides."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    flat = tensor_of(storage, start, tensor.nbytes, tensor.dtype, (tensor.numel(),))
+    return flat.as_strided(tensor.shape, tensor.stride())

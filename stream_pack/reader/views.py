@@ -29,7 +29,9 @@ __all__ = ["TensorSlice", "View", "safetensors_name", "view_of"]
 class View:
     """A tensor of an open pack, or a contiguous slice of one.
 
-    ``dtype`` is the pack's name for it, ``shape`` counts elements of that dtype.
+    ``dtype`` is the pack's name for it, ``shape`` counts elements of that dtype.  ``dim_order`` lists the dims as they
+    follow in memory, outermost first, for a tensor of a ``.ptd`` that is not row-major (channels last, say); None for
+    all others.  Arrays and tensors of it have its shape, and the strides that go with the order.
 
     Units: bytes.  ``offset`` counts from the region's first byte, ``file_offset`` from the pack's (which is at
     ``Pack.offset`` of a file around it); for a tensor of 0 bytes both are those of an empty range.
@@ -45,6 +47,7 @@ class View:
     nbytes: int
     offset: int
     file_offset: int
+    dim_order: tuple[int, ...] | None = None
     # The source of the bytes: the pack, the tensor's number, and the first byte in it.
     _lender: Lender = field(init=False)
     _tensor: int = field(init=False)
@@ -54,7 +57,7 @@ class View:
         return f"<View {quoted(self.name)} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
 
     def raw(self) -> memoryview:
-        """The bytes, read-only: elements in row-major order, little-endian."""
+        """The bytes, read-only: elements in row-major order, or as ``dim_order`` says; little-endian."""
         return memoryview(self._lender.array(self._tensor, self._start, self.nbytes, writable=False))
 
     def numpy(self, *, writable: bool = False) -> NDArray[Any]:
@@ -66,7 +69,10 @@ class View:
         self._lender.fault(self._tensor, self.name)
         dtype = _numpy_dtype(self.dtype)
         array = self._lender.array(self._tensor, self._start, self.nbytes, writable=writable)
-        return array.view(dtype).reshape(self.shape)
+        array = array.view(dtype)
+        if self.dim_order is None:
+            return array.reshape(self.shape)
+        return array.reshape([self.shape[dim] for dim in self.dim_order]).transpose(np.argsort(self.dim_order))
 
     def __array__(self, dtype: np.dtype[Any] | None = None, *, copy: bool | None = None) -> NDArray[Any]:
         """For ``np.asarray(view)``: :meth:`numpy`."""
@@ -92,7 +98,10 @@ class View:
             self._lender.contents  # noqa: B018 - raises when closed
             return empty_tensor(dtype, shape)
         storage, start = self._lender.storage(self._tensor, self._start, self.nbytes)
-        return tensor_of(storage, start, self.nbytes, dtype, shape)
+        if self.dim_order is None:
+            return tensor_of(storage, start, self.nbytes, dtype, shape)
+        stored = tuple(shape[dim] for dim in self.dim_order)
+        return tensor_of(storage, start, self.nbytes, dtype, stored).permute(*np.argsort(self.dim_order).tolist())
 
     def materialize(self) -> Tensor:
         """A copy of the tensor, independent of the file."""
@@ -111,6 +120,7 @@ def view_of(lender: Lender, tensor: int, name: str) -> View:
         nbytes=int(index.tensor_nbytes[tensor]),
         offset=offset,
         file_offset=contents.region_file_offset + offset,
+        dim_order=contents.dim_orders.get(tensor),
     )
     return _lent(view, lender, tensor, 0)
 
@@ -127,7 +137,8 @@ def _lent(view: View, lender: Lender, tensor: int, start: int) -> View:
 class TensorSlice:
     """A tensor to be sliced: ``pack.get_slice("wq")[0:128]`` is a :class:`View` of the first 128 rows.
 
-    Only contiguous parts can be sliced in place: indices first, then one range, then whole dims.
+    Only contiguous parts can be sliced in place: indices first, then one range, then whole dims (of a tensor with a
+    ``dim_order``: in that order).
     """
 
     def __init__(self, view: View) -> None:
@@ -153,7 +164,7 @@ class TensorSlice:
         """
         view = self._view
         view._lender.fault(view._tensor, view.name)
-        first, shape = _contiguous(view.name, view.shape, key)
+        first, shape, order = _contiguous(view, key)
         index = view._lender.contents.index
         bits = int(index.dtype_bits[index.tensor_dtypes[view._tensor]])
         count = math.prod(shape)
@@ -163,7 +174,12 @@ class TensorSlice:
             )
         begin, nbytes = first * bits // 8, count * bits // 8
         part = replace(
-            view, shape=shape, nbytes=nbytes, offset=view.offset + begin, file_offset=view.file_offset + begin
+            view,
+            shape=shape,
+            nbytes=nbytes,
+            offset=view.offset + begin,
+            file_offset=view.file_offset + begin,
+            dim_order=order,
         )
         return _lent(part, view._lender, view._tensor, view._start + begin)
 
@@ -174,8 +190,37 @@ def safetensors_name(dtype: str) -> str:
     return known or dtype
 
 
-def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tuple[int, ...]]:
-    """The first element and the shape of ``tensor[key]``."""
+def _contiguous(view: View, key: object) -> tuple[int, tuple[int, ...], tuple[int, ...] | None]:
+    """The first element in memory, the shape and the dim order of ``view[key]``."""
+    name, shape = view.name, view.shape
+    keys = _keys(name, shape, key)
+    first = 0
+    length = 1
+    dims: dict[int, int] = {}
+    for axis in view.dim_order or range(len(shape)):
+        dim, part = shape[axis], keys[axis]
+        if isinstance(part, slice):
+            begin, end, step = _range(name, part, dim)
+            dims[axis] = max(0, end - begin)
+            whole = step == 1 and dims[axis] == dim
+        else:
+            number = _number(name, part)
+            if not -dim <= number < dim:
+                raise IndexError(
+                    f"tensor {quoted(name)}: index {number} is out of range for dim {axis}, which has {dim}"
+                )
+            begin, step, whole = number % dim, 1, dim == 1
+        if step != 1 or (not whole and length != 1):
+            raise IndexError(f"tensor {quoted(name)}: the part is not contiguous; slice .numpy() or .torch() instead")
+        first = first * dim + begin
+        length *= dims.get(axis, 1)
+    kept = sorted(dims)
+    order = tuple(map(kept.index, dims))
+    return first, tuple(dims[axis] for axis in kept), None if list(order) == sorted(order) else order
+
+
+def _keys(name: str, shape: tuple[int, ...], key: object) -> list[object]:
+    """A key for each dim."""
     keys = list(key) if isinstance(key, tuple) else [key]
     # Not by ==: with an array the result is an array.
     ellipses = [at for at, part in enumerate(keys) if part is Ellipsis]
@@ -184,27 +229,7 @@ def _contiguous(name: str, shape: tuple[int, ...], key: object) -> tuple[int, tu
         keys[at : at + 1] = [slice(None)] * (len(shape) - len(keys) + 1)
     if len(keys) > len(shape):
         raise IndexError(f"too many indices for tensor {quoted(name)}: {len(keys)} for {counted(len(shape), 'dim')}")
-    first = 0
-    kept: list[int] = []
-    for axis, dim in enumerate(shape):
-        part = keys[axis] if axis < len(keys) else slice(None)
-        if isinstance(part, slice):
-            begin, end, step = _range(name, part, dim)
-            length = max(0, end - begin)
-            whole = step == 1 and length == dim
-            dims = [length]
-        else:
-            number = _number(name, part)
-            if not -dim <= number < dim:
-                raise IndexError(
-                    f"tensor {quoted(name)}: index {number} is out of range for dim {axis}, which has {dim}"
-                )
-            begin, step, whole, dims = number % dim, 1, dim == 1, []
-        if step != 1 or (not whole and math.prod(kept) != 1):
-            raise IndexError(f"tensor {quoted(name)}: the part is not contiguous; slice .numpy() or .torch() instead")
-        first = first * dim + begin
-        kept += dims
-    return first, tuple(kept)
+    return [*keys, *[slice(None)] * (len(shape) - len(keys))]
 
 
 def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from stream_pack.pipeline.budget import Budget, allow_memory, budget
 from stream_pack.pipeline.memory import anonymous_nbytes, trim_heap
 from stream_pack.pipeline.source import Requests, Source
 from stream_pack.report import Sizes
-from stream_pack.text import listed
+from stream_pack.text import counted, listed
 
 __all__ = ["PackSettings", "Prepared", "prepare", "requests_of", "warnings_of"]
 
@@ -159,7 +159,8 @@ def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
         reordered = [catalog.names[row] for row, key, _ in catalog.notes if key == ORDER_NOTE]
         if reordered:
             warnings.append(
-                f"{len(reordered)} tensors ({listed(reordered, most=1)}) came from ExecuTorch in another dim order, "
-                "which this .ptd does not record: give the program the .ptd that they came from"
+                f"{counted(len(reordered), 'tensor')} ({listed(reordered, most=1)}) came from ExecuTorch in another "
+                "dim order, and are row-major here: a program that expects that order refuses them; give it the .ptd "
+                "that they came from"
             )
     return tuple(warnings)

@@ -208,13 +208,21 @@ def test_the_initial_state_of_what_a_method_changes_is_found() -> None:
         )
 
 
-def test_a_tensor_in_channels_last_has_the_dims_of_its_bytes() -> None:
+def test_a_tensor_in_channels_last_has_its_sizes_and_the_order_of_its_bytes() -> None:
     data = (VECTORS / "programs" / "channels_last.pte").read_bytes()
     constants = survey(data).constants
-    (found,) = arrays(data, constants).values()
+    assert (constants.shape(0), constants.orders) == ((2, 3, 2, 4), {0: (0, 2, 3, 1)})
+    begin = int(constants.file_offsets[0])
     logical = np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4)
-    assert np.array_equal(found, logical.transpose(0, 2, 3, 1))
-    assert constants.notes[0] == {"executorch.sizes": "[2, 3, 2, 4]", "executorch.dim_order": "[0, 2, 3, 1]"}
+    assert data[begin : begin + 192] == logical.transpose(0, 2, 3, 1).tobytes()
+
+
+def test_an_order_that_only_moves_dims_of_one_is_row_major() -> None:
+    sizes, orders = [(8, 3, 1, 1), (1, 5), (2, 1, 3), (4, 0, 2)], [(0, 2, 3, 1), (1, 0), (0, 2, 1), (2, 1, 0)]
+    named = [Named(str(k), 0, PTD_FLOAT, *pair) for k, pair in enumerate(zip(sizes, orders))]
+    found = survey(ptd(named, [(0, 96)], region=1024, region_nbytes=96) + bytes(96))
+    assert found.constants.orders == {}
+    assert [found.constants.shape(row) for row in range(4)] == sizes
 
 
 def test_a_payload_that_two_delegates_share_is_one() -> None:

@@ -12,7 +12,21 @@ from dataclasses import dataclass
 
 import flatbuffers
 
-__all__ = ["Constant", "Delegate", "Named", "mps_payload", "program", "ptd", "xnnpack_payload"]
+__all__ = [
+    "Constant",
+    "DataTensor",
+    "Delegate",
+    "Named",
+    "data_file",
+    "mps_payload",
+    "program",
+    "ptd",
+    "xnnpack_payload",
+]
+
+SCALAR_TYPES = {"uint8": 0, "int8": 1, "int16": 2, "int32": 3, "int64": 4, "float16": 5, "float32": 6, "float64": 7}
+SCALAR_TYPES |= {"bool": 11, "bfloat16": 15, "uint16": 27}
+"""ExecuTorch's ScalarType numbers, by torch's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +193,32 @@ def ptd(named: Sequence[Named], segments: Sequence[tuple[int, int]], *, region: 
     head = struct.pack("<I4s", root + 48, b"FT01") + header + graph[8:]
     assert len(head) <= region
     return head.ljust(region, b"\0")
+
+
+@dataclass(frozen=True, slots=True)
+class DataTensor:
+    """A tensor of a data file; ``data`` is as ``dim_order`` says."""
+
+    key: str
+    dtype: str
+    sizes: Sequence[int]
+    dim_order: Sequence[int]
+    data: bytes
+
+
+def data_file(tensors: Sequence[DataTensor], *, also: Sequence[Named] = (), region: int = 8192) -> bytes:
+    """A whole FT01 file: a segment for each tensor, 16-aligned, and names for them; ``also``: more names."""
+    segments, region_bytes = [], b""
+    for tensor in tensors:
+        region_bytes = region_bytes.ljust(-(-len(region_bytes) // 16) * 16, b"\0")
+        segments.append((len(region_bytes), len(tensor.data)))
+        region_bytes += tensor.data
+    named = [
+        Named(tensor.key, number, SCALAR_TYPES[tensor.dtype], tensor.sizes, tensor.dim_order)
+        for number, tensor in enumerate(tensors)
+    ]
+    head = ptd([*named, *also], segments, region=region, region_nbytes=len(region_bytes))
+    return head + region_bytes
 
 
 @dataclass(frozen=True, slots=True)

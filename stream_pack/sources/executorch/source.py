@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
 
 from stream_pack.errors import FormatError, UnsupportedCheckpointError
-from stream_pack.et_files.constants import BYTES, UNKNOWN, Constants
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
-from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.header_kinds import KINDS
-from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
+from stream_pack.pipeline.arrival import one_pass
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.scatter import Scatter, read_ranges
-from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits, Zeros
+from stream_pack.pipeline.scatter import Scatter, SingleBuffer
+from stream_pack.pipeline.source import Chunk, Demand, Piece, Requests, Source, StreamOptions, Traits, Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.sources.executorch.catalog import FILE, catalog_constants
 from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
 from stream_pack.sources.executorch.heads import HeadsInFile, HeadsInPipe, OutOfOrder
+from stream_pack.sources.executorch.reordered import Waiting, gathered, groups_of
 from stream_pack.sources.pack.source import PackSource
 from stream_pack.sources.sets.composite import JoinedSource, Member
 from stream_pack.text import listed
@@ -36,7 +36,6 @@ from stream_pack.text import listed
 __all__ = ["open_et_file"]
 
 DATA = "the constants"
-NO_DTYPE = "has a dtype that a pack has no name for"
 SPOOLED = (
     "the program describes some constants after others, so that they are known only at its end: all {} bytes were "
     "spooled to a temporary file"
@@ -117,19 +116,33 @@ class ExportedSource(Source):
         self._stream = stream
         self._heads = heads.heads if isinstance(heads, HeadsInPipe) else []
         self._survey = survey
+        self._file = heads if isinstance(heads, HeadsInFile) else None
         self._spooled = spooled
+        catalogued = catalog_constants(survey.constants)
+        self._recipes = catalogued.recipes
         traits = Traits(
             "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw,
             chooses_order=stream.regular_file is not None,
-            refusals=_refusals(survey.constants),
+            refusals=catalogued.refusals,
             warnings=tuple(_warnings(survey)),
             remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes),),
         )
-        super().__init__(_catalog(survey.constants), traits)
+        super().__init__(catalogued.catalog, traits)
 
     def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
-        demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
-        return demand if self._spooled is None else replace(demand, spool_nbytes=self._spooled.nbytes)
+        if self._file is not None:
+            return Demand(spool_nbytes=0 if self._spooled is None else self._spooled.nbytes)
+        groups = groups_of(self._recipes, requests.storages.tolist())
+        spool_nbytes = max((group.end - group.begin for group in groups), default=0)
+        if not in_order:
+            return Demand(spool_nbytes=spool_nbytes)
+        # Each gathered tensor comes at the end of its group; taken for as long in coming as the group is.
+        starts, nbytes = requests.starts.copy(), requests.nbytes.copy()
+        for group in groups:
+            made = np.isin(requests.storages, group.storages)
+            starts[made], nbytes[made] = group.begin, group.end - group.begin
+        arrival = one_pass(np.zeros_like(requests.storages), starts, nbytes, {}, chunk_nbytes=chunk_nbytes)
+        return Demand(spool_nbytes=spool_nbytes, arrival=arrival)
 
     @property
     def verification(self) -> str:
@@ -138,35 +151,54 @@ class ExportedSource(Source):
         return "the source carries no checksum"
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        if self._stream.regular_file is None:
-            yield from self._pass_by(requests, options.chunk_nbytes)
+        if self._file is None:
+            yield from self._pass_by(requests, options)
             return
-        yield from read_ranges(self._stream, requests, begin=0, chunk_nbytes=options.chunk_nbytes, what=DATA)
+        for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
+            if storage == FILE:
+                self._stream.seek(start)
+                for chunk in self._stream.chunks(nbytes, chunk_nbytes=options.chunk_nbytes, what=DATA):
+                    yield buffer, chunk
+            else:
+                made = self._recipes[storage]
+                memory = self._file.read(made.start, made.end - made.start)
+                target = SingleBuffer(buffer, start, start + nbytes)
+                for window in gathered(made, memory, made.start, options):
+                    yield from target.pieces(storage, window)
 
     def close(self) -> None:
         self._stream.close()
         if self._spooled is not None:
             self._spooled.close()
 
-    def _pass_by(self, requests: Requests, chunk_nbytes: int) -> Iterator[Piece]:
+    def _pass_by(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         scatter = Scatter(requests)
+        groups = groups_of(self._recipes, requests.storages.tolist())
         watch = FooterWatch(payload.file_offset + payload.nbytes for payload in self._survey.payloads)
         position = 0
+        with closing(Waiting(self._recipes, groups, options)) as waiting:
+            for chunk in self._passing(options.chunk_nbytes):
+                if not isinstance(chunk, Zeros):
+                    watch.advance(position, chunk)
+                yield from scatter.pieces(FILE, chunk)
+                if not isinstance(chunk, Zeros):
+                    for storage, made in waiting.advance(position, chunk):
+                        yield from scatter.pieces(storage, made)
+                position += len(chunk)
+        scatter.finish()
+        self._read_out()
+
+    def _passing(self, chunk_nbytes: int) -> Iterator[Chunk]:
+        """The file to its last known byte; zeros where it was skipped, which is where no request has anything."""
+        position = 0
         for begin, head in self._heads:
-            watch.advance(begin, head)
-            # No request covers the skipped bytes; this was checked before.
-            yield from scatter.pieces(0, Zeros(begin - position))
+            yield Zeros(begin - position)
             for first in range(0, len(head), chunk_nbytes):
-                yield from scatter.pieces(0, head[first : first + chunk_nbytes])
+                yield head[first : first + chunk_nbytes]
             position = begin + len(head)
         self._heads = []
         rest = max(0, self._survey.file_end - position)
-        for chunk in self._stream.chunks(rest, chunk_nbytes=chunk_nbytes, what=DATA):
-            watch.advance(position, chunk)
-            position += len(chunk)
-            yield from scatter.pieces(0, chunk)
-        scatter.finish()
-        self._read_out()
+        yield from self._stream.chunks(rest, chunk_nbytes=chunk_nbytes, what=DATA)
 
     def _read_out(self) -> None:
         """Read the rest, so that its writer can finish, and see whether it ends like a pack."""
@@ -177,38 +209,9 @@ class ExportedSource(Source):
             raise damaged_head("the file")
 
 
-def _refusals(constants: Constants) -> Mapping[int, str]:
-    unknown = np.flatnonzero(constants.dtypes == UNKNOWN).tolist()
-    return {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
-
-
 def _warnings(survey: Survey) -> Iterator[str]:
     others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
     if others:
         yield f"{len(others)} payloads of {listed(sorted(set(others)))} were skipped: their format is unknown"
     if survey.external:
         yield f"{survey.external} constants of the program are in other files"
-
-
-def _catalog(constants: Constants) -> Catalog:
-    builder = CatalogBuilder()
-    invalid = constants.invalid
-    columns = zip(constants.dtypes.tolist(), constants.file_offsets.tolist(), constants.nbytes.tolist())
-    for row, (dtype, begin, nbytes) in enumerate(columns):
-        usable = dtype != UNKNOWN and row not in invalid
-        builder.add(
-            constants.names[row],
-            dtype if usable else BYTES,
-            constants.shape(row) if usable else (nbytes,),
-            storage=0,
-            start=begin,
-            notes=constants.notes.get(row),
-        )
-    return builder.build(storages_nbytes=_covered(constants))
-
-
-def _covered(constants: Constants) -> int:
-    """How many bytes of the file belong to constants, each counted once."""
-    order = np.argsort(constants.file_offsets, kind="stable")
-    begins = constants.file_offsets[order]
-    return int(fresh_nbytes(begins, begins + constants.nbytes[order]).sum())

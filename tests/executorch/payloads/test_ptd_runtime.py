@@ -10,6 +10,9 @@ import pytest
 import torch
 from executorch.exir import ExecutorchBackendConfig, to_edge
 from executorch.exir._serialize._cord import Cord
+from executorch.exir._serialize.data_serializer import DataEntry, DataPayload
+from executorch.exir.scalar_type import ScalarType
+from executorch.exir.tensor_layout import TensorLayout
 from executorch.extension.flat_tensor.serialize.serialize import FlatTensorSerializer
 
 import stream_pack
@@ -176,3 +179,55 @@ def test_a_name_that_the_program_wants_and_the_pack_lacks_is_the_runtimes_error(
     )
     with pytest.raises(RuntimeError):
         run_file(program, [torch.ones(2, 4)], data)
+
+
+# Tensors in another dim order
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (3, 1, 0, 2), (0, 1, 2, 3)])
+def test_a_data_file_of_executorchs_own_gives_the_module_its_tensor_in_any_dim_order(
+    order: tuple[int, ...], tmp_path: Path
+) -> None:
+    weight = torch.randn(8, 3, 3, 3)
+    layout = TensorLayout(ScalarType.FLOAT, [8, 3, 3, 3], list(order))
+    data = weight.permute(order).contiguous().numpy().tobytes()
+    payload = DataPayload(buffers=[data], named_data={"w": DataEntry(0, 16, layout)})
+    path = tmp_path / "weights.ptd"
+    path.write_bytes(bytes(FlatTensorSerializer().serialize(payload)))
+    stream_pack.convert(path, tmp_path / "weights.pack")
+    assert torch.equal(stream_pack.load_file(tmp_path / "weights.pack")["w"], weight)
+    with stream_pack.open(path, kind="ptd") as weights:
+        assert torch.equal(weights["w"].torch(), weight)
+        assert np.array_equal(weights["w"].numpy(), weight.numpy())
+
+
+class ChannelsLast(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.arange(48.0).reshape(2, 3, 2, 4)
+        self.weight = torch.nn.Parameter(weight.to(memory_format=torch.channels_last))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+def test_weights_in_channels_last_are_the_modules_and_a_program_refuses_them_row_major(tmp_path: Path) -> None:
+    model = ChannelsLast().eval()
+    x = torch.randn(2, 3, 2, 4).to(memory_format=torch.channels_last)
+    manager = to_edge(torch.export.export(model, (x,))).to_executorch(ExecutorchBackendConfig(external_constants=True))
+    program = tmp_path / "program.pte"
+    program.write_bytes(manager.buffer)
+    manager.write_tensor_data_to_file(str(tmp_path))
+    (stock,) = tmp_path.glob("*.ptd")
+    with stream_pack.open(stock, kind="ptd") as weights:
+        assert weights["weight"].dim_order == (0, 2, 3, 1)
+        assert torch.equal(weights["weight"].torch(), model.weight)
+    stream_pack.convert(stock, tmp_path / "weights.pack")
+    assert torch.equal(stream_pack.load_file(tmp_path / "weights.pack")["weight"], model.weight)
+    # What the warning says.
+    report = stream_pack.convert(tmp_path / "weights.pack", tmp_path / "ours", to="ptd")
+    assert "refuses them; give it the .ptd that they came from" in " ".join(report.warnings)
+    (output,) = run_file(program, [x], stock)
+    assert np.array_equal(output, model(x).detach().numpy())
+    with pytest.raises(RuntimeError, match="Failed to execute"):
+        run_file(program, [x], tmp_path / "ours")

@@ -212,25 +212,6 @@ def test_notes_say_what_the_numbers_of_quantized_weights_are(tmp_path: Path) -> 
     assert quantized == ["int8"] * 3
 
 
-def test_channels_last_comes_as_its_bytes_lie(tmp_path: Path) -> None:
-    stream_pack.convert(VECTORS / "programs" / "channels_last.pte", tmp_path / "pack")
-    with stream_pack.open(tmp_path / "pack") as pack:
-        (view,) = pack.values()
-        order = json.loads(pack.notes(view.name)["executorch.dim_order"])
-        logical = view.numpy().transpose(np.argsort(order))
-        assert list(logical.shape) == json.loads(pack.notes(view.name)["executorch.sizes"])
-    assert np.array_equal(logical, np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4))
-
-
-def test_a_ptd_that_loses_a_dim_order_is_warned_of(tmp_path: Path) -> None:
-    source = VECTORS / "programs" / "channels_last.pte"
-    assert stream_pack.convert(source, tmp_path / "pack").warnings == ()
-    foretold = stream_pack.forecast(tmp_path / "pack", to="ptd")
-    report = stream_pack.convert(tmp_path / "pack", tmp_path / "ptd", to="ptd")
-    assert report.warnings == foretold.warnings
-    assert "in another dim order" in " ".join(report.warnings)
-
-
 def test_the_report_says_what_was_left_out(tmp_path: Path) -> None:
     data = program(
         [Delegate(0, "VulkanBackend")], [(0, 40), (40, 8)], named=[Named("key", 1)], base=1024, segments_nbytes=48
