@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import signal
 import sys
@@ -18,14 +19,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from stream_pack._version import __version__
-from stream_pack.cli.arguments import Command, shown_path
+from stream_pack.cli.arguments import STANDARD, Command, shown_path
 from stream_pack.cli.convert import CONVERT
-from stream_pack.cli.exits import BROKEN_PIPE, DAMAGE, INPUT, MACHINE, USAGE, UsageError
+from stream_pack.cli.exits import BROKEN_PIPE, DAMAGE, DONE, INPUT, MACHINE, USAGE, UsageError
 from stream_pack.cli.inspect import INSPECT
 from stream_pack.cli.metal_plan import METAL_PLAN
-from stream_pack.cli.terminal import Standard, complain
+from stream_pack.cli.terminal import Standard, complain, say
 from stream_pack.cli.verify import VERIFY
 from stream_pack.errors import (
     ChecksumError,
@@ -94,36 +96,63 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "stream-pack") -> int
 def _run(argv: Sequence[str], standard: Standard, prog: str) -> int:
     try:
         arguments = _parse(argv, prog)
-    except SystemExit as exiting:  # argparse has printed the message
-        return exiting.code if isinstance(exiting.code, int) else USAGE
-    command = COMMANDS[arguments.command]
-    source = shown_path(arguments.source, "stdin")
-    try:
-        return command.run(arguments, standard)
-    except (UsageError, OptionError) as error:
-        complain(str(error))
+    except _Misused as error:  # the text has been printed
+        if "--json" in argv:
+            standard.report(_json_of(error, str(error), USAGE))
         return USAGE
-    except StreamPackError as error:
-        complain(f"{source}: {error}" if command.reads == "checkpoint" else str(error))
-        return _exit_of(error, command)
+    except SystemExit:  # after --help or --version
+        return DONE
+    try:
+        return COMMANDS[arguments.command].run(arguments, standard)
     except BrokenPipeError:
         raise
-    except OSError as error:
-        complain(_text_of(error, arguments))
-        return INPUT if error.errno in _PATH_ERRNOS else MACHINE
-    except MemoryError:
-        complain(f"{source}: out of memory")
-        return MACHINE
     except Exception as error:
-        # Not 1, Python's own code for a traceback, which would mean damage.
-        traceback.print_exc()
-        complain(f"{source}: internal error: {type(error).__name__}: {error}; please report it")
-        return MACHINE
+        text, code = _told(error, arguments)
+        complain(text)
+        if arguments.json:
+            show = say if getattr(arguments, "target", "") == STANDARD else standard.report
+            show(_json_of(error, text, code, path=arguments.source))
+        return code
+
+
+def _told(error: Exception, arguments: argparse.Namespace) -> tuple[str, int]:
+    """What to say of an error, and the exit code that it gives."""
+    command = COMMANDS[arguments.command]
+    source = shown_path(arguments.source, "stdin")
+    if isinstance(error, UsageError | OptionError):
+        return str(error), USAGE
+    if isinstance(error, StreamPackError):
+        text = f"{source}: {error}" if command.reads == "checkpoint" else str(error)
+        return text, _exit_of(error, command)
+    if isinstance(error, OSError):
+        return _text_of(error, arguments), INPUT if error.errno in _PATH_ERRNOS else MACHINE
+    if isinstance(error, MemoryError):
+        return f"{source}: out of memory", MACHINE
+    # Not 1, Python's own code for a traceback, which would mean damage.
+    traceback.print_exception(error)
+    return f"{source}: internal error: {type(error).__name__}: {error}; please report it", MACHINE
+
+
+def _json_of(error: BaseException, message: str, code: int, *, path: str | None = None) -> str:
+    """An error for programs: what is printed where the command's report would have been."""
+    return json.dumps({"ok": False, "error": type(error).__name__, "message": message, "exit": code, "path": path})
+
+
+class _Misused(SystemExit):
+    """The command line cannot be parsed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        try:
+            super().error(message)
+        except SystemExit:
+            raise _Misused(message) from None
 
 
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     """Raises: SystemExit, after printing the help, the version, or what is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description="Convert PyTorch checkpoints of any size to packs: memory-mapped files whose tensors are used in\n"
         "place. Inspect and verify packs.",

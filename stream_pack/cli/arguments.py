@@ -64,7 +64,7 @@ def add_file(parser: argparse.ArgumentParser, name: str) -> None:
     """The file that a command reads in place, where to start in it, and --json."""
     parser.add_argument("source", metavar=name, type=_path)
     add_offset(parser)
-    add_flag(parser, "--json", text="print JSON instead of text")
+    add_flag(parser, "--json", text="print JSON instead of text, also for an error")
 
 
 def add_offset(parser: argparse.ArgumentParser) -> None:

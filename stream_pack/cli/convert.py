@@ -203,7 +203,7 @@ def _print_report(report: Report, arguments: argparse.Namespace, standard: Stand
     _note_all(report, arguments)
     if arguments.json:
         show = say if arguments.target == STANDARD else standard.write
-        show(json.dumps(report.to_json()))
+        show(json.dumps({"source": arguments.source, "target": arguments.target, **report.to_json()}))
     elif not arguments.quiet:
         note(f"{shown_path(arguments.target, 'stdout')}: {report.summary()}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stream_pack.cli.exits import UsageError
@@ -56,8 +57,17 @@ class Standard:
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         # Not through sys.stdout: unbuffered (python -u), it drops what a single write does not accept.
         data = memoryview(f"{text}\n".encode(encoding, "backslashreplace"))
-        while data:
-            data = data[write_some(_STDOUT, [data]) :]
+        try:
+            while data:
+                data = data[write_some(_STDOUT, [data]) :]
+        except OSError as error:  # the command's input is not at fault
+            raise OSError(error.errno, error.strerror, "stdout") from None
+
+    def report(self, text: str) -> None:
+        """:meth:`write`, for an error that is on stderr too: a stdout that takes no text does not fail the command."""
+        if _STDOUT not in self.closed:
+            with suppress(OSError):
+                self.write(text)
 
     def width(self) -> int | None:
         """Columns of the terminal; None if stdout is no terminal, and lines may have any length."""

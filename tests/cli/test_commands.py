@@ -174,6 +174,69 @@ def test_the_report_is_json_on_stderr_when_stdout_carries_the_pack(
     assert json.loads(err)["target_nbytes"] == len(out)
 
 
+def test_the_report_in_json_says_which_files(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    assert main(["convert", "--json", str(source), str(target)]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["source"], report["target"]) == (str(source), str(target))
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "code"),
+    [
+        (["convert", "gone.pt", "target"], "FileNotFoundError", 3),
+        (["convert", "gone.pt", "--list-keys"], "FileNotFoundError", 3),
+        (["convert", "web.pt", "target"], "UnsupportedCheckpointError", 3),
+        (["convert", "web.pt", "target", "--dtype", "f17"], "OptionError", 2),
+        (["inspect", "gone.pack"], "FileNotFoundError", 3),
+        (["inspect", "web.pt"], "NotAPackError", 3),
+        (["verify", "gone.pack"], "FileNotFoundError", 3),
+        (["verify", "web.pt"], "NotAPackError", 3),
+        (["metal-plan", "web.pt"], "NotAPackError", 3),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_is_json_too_where_json_is_wanted(
+    argv: list[str],
+    error: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("web.pt").write_bytes(b"<!DOCTYPE html><html>")
+    assert main([*argv, "--json"]) == code
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    assert_one_line(err, told["message"])
+    assert {**told, "message": ""} == {"ok": False, "error": error, "message": "", "exit": code, "path": argv[1]}
+
+
+def test_an_error_is_json_on_stderr_when_stdout_is_for_the_pack(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "gone.pt", "-", "--json"]) == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert json.loads(err.splitlines()[-1])["exit"] == 3
+
+
+def test_wrong_usage_is_json_too_where_json_is_wanted(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "a", "--json", "--jobs", "none"]) == 2
+    out, err = capfd.readouterr()
+    told = json.loads(out)
+    assert (told["ok"], told["exit"], told["path"]) == (False, 2, None)
+    assert told["message"] in err.splitlines()[-1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_stdout_that_is_full_is_named_and_not_the_file_that_was_read(command: str, pack: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = run(command, pack, stdout=full.fileno())
+    assert done.returncode == 4
+    assert done.stderr.decode() == "stream-pack: error: No space left on device: stdout\n"
+
+
 def test_metadata_is_stored(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     arguments = ["--metadata", "licence=CC BY 4.0", "--metadata", "formula=a=b"]
