@@ -1,8 +1,8 @@
 """stream_pack: very large models from PyTorch to memory-mapped files that a GPU uses in place.
 
 The names below, and those that :mod:`stream_pack.metal` and :mod:`stream_pack.executorch` list, are the whole public
-surface.  All but the errors load on first use: importing this package is quick, and ``stream-pack convert`` imports
-torch only to cast to bfloat16 without ml_dtypes.
+surface.  All but the errors load on first use: importing this package is quick, and torch is imported only where torch
+objects are given or taken.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ The classes are grouped by blame:
 * :class:`FormatError` - the file is not a valid pack (found without recomputing checksums);
 * :class:`ChecksumError` - bytes differ from those that were written;
 * :class:`StateError` - a call in the wrong order;
+* :class:`MissingPackageError` - an optional package that is needed for this is not installed;
 * :class:`UntestedVersionError` - an installed package differs from the versions tested;
 * :class:`MetalError` - Metal refuses something, or would refuse it.
 
@@ -27,6 +28,7 @@ __all__ = [
     "MetalBufferError",
     "MetalError",
     "MetalUnavailable",
+    "MissingPackageError",
     "NewerVersionError",
     "NotAPackError",
     "OptionError",
@@ -177,6 +179,12 @@ class UnknownTensorError(StreamPackError, KeyError):
     """There is no tensor with this name.  Attribute: ``tensor``."""
 
     tensor: str
+
+
+class MissingPackageError(StreamPackError, ImportError):
+    """A package that this needs is not installed.  Attribute: ``package`` (its name)."""
+
+    package: str
 
 
 class UntestedVersionError(StreamPackError, RuntimeError):

@@ -13,6 +13,7 @@ TOGETHER = (
     "tests/large/",  # one big file at a time
     "tests/sources/sets/test_dcp.py",  # torchrun takes seconds, and starts once
     "tests/interop/test_real_packages.py",  # each package is downloaded once
+    "tests/interop/test_without_torch.py",  # one environment
     "tests/metal/test_pyobjc_metadata.py",
 )
 """Tests whose paths begin with one of these run in one process, one after another, and begin before all others."""

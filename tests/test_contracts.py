@@ -23,7 +23,6 @@ TORCH_MODULES = {
     "executorch/export/tensors.py",
     "metal/interop.py",
     "reader/tensors.py",
-    "pipeline/adapt/cast_torch.py",
     "sources/memory/torch_tensors.py",
 }
 """The modules whose job is torch objects; the others load them only when they are handed one."""

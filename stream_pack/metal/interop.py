@@ -208,12 +208,13 @@ def to_torch(view: MetalView) -> torch.Tensor:
     Copies: none.
     Lifetime: the tensor keeps the buffer, the buffer keeps the memory.  Keep the tensor until after
     ``torch.mps.synchronize()``: see :class:`Buffer`.
-    Raises: UnsupportedDtype; MetalUnavailable for a PyTorch that ignores the tensor's offset in its buffer.
+    Raises: UnsupportedDtype; TypeError for a dtype that torch does not have; MissingPackageError without torch;
+    MetalUnavailable for a PyTorch that ignores the tensor's offset in its buffer.
     """
+    dtype, shape = torch_form(view.dtype, view.shape)
     import torch
 
     if not view.nbytes:
-        dtype, shape = torch_form(view.dtype, view.shape)
         return torch.empty(shape, dtype=dtype, device="mps")
     with _lent().capsule(view, keep=False) as capsule:
         tensor = torch.utils.dlpack.from_dlpack(capsule)

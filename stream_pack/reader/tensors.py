@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.errors import MissingPackageError
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.text import quoted
 
@@ -46,9 +47,18 @@ class Storages:
 def torch_form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """torch's dtype and shape for a dtype and a shape of the index.
 
-    Raises: TypeError for a dtype that torch, or this version of it, does not have.
+    Raises: TypeError for a dtype that torch, or this version of it, does not have; MissingPackageError without torch.
     """
-    import torch
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingPackageError(
+            "torch tensors need the package torch, which is not installed: pip install torch; .numpy() and .raw() need "
+            "no torch",
+            package="torch",
+        ) from None
 
     known = DTYPES[BY_NAME[dtype]] if dtype in BY_NAME else None
     found = None if known is None else getattr(torch, known.torch or "", None)

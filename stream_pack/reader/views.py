@@ -64,7 +64,7 @@ class View:
         """The array, read-only; with ``writable``, in copy-on-write memory: the file never changes.
 
         bfloat16 and float8 have the types of the package ml_dtypes.
-        Raises: TypeError for a dtype that NumPy lacks, or has only with ml_dtypes.
+        Raises: TypeError for a dtype that neither NumPy nor ml_dtypes has.
         """
         self._lender.fault(self._tensor, self.name)
         dtype = _numpy_dtype(self.dtype)
@@ -90,7 +90,7 @@ class View:
 
         Tensors that share bytes in the pack share a torch storage too.  torch needs elements at multiples of their
         size: others (a constant of a raw payload, a pack at an odd offset of another file) are copied.
-        Raises: TypeError for a dtype that torch does not have.
+        Raises: TypeError for a dtype that torch does not have; MissingPackageError without torch.
         """
         self._lender.fault(self._tensor, self.name)
         dtype, shape = torch_form(self.dtype, self.shape)
@@ -256,9 +256,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     if known is None or known.ml_dtypes is None:
         also = " or .torch()" if known is not None and known.torch is not None else ""
         raise TypeError(f"NumPy has no dtype {quoted(name)}: use .raw(){also}")
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise TypeError(f"NumPy has no dtype {quoted(name)}: install ml_dtypes, or use .raw() or .torch()") from None
+    import ml_dtypes
+
     dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, known.ml_dtypes))
     return dtype

@@ -138,10 +138,16 @@ def test_a_dry_run_needs_only_the_head_of_a_pipe_and_leaves_stdout_alone() -> No
     assert result.stdout.startswith(b"1 tensor")
 
 
-def test_casting_to_bfloat16_does_not_load_torch_where_ml_dtypes_is_installed(source: Path) -> None:
+def test_casting_to_bfloat16_does_not_load_torch(source: Path) -> None:
     loaded = loaded_by(*run_module("convert", "--quiet", "--dtype", "bf16", str(source), str(source) + ".pack"))
     assert "ml_dtypes" in loaded
     assert "torch" not in loaded
+
+
+def test_a_dry_run_imports_what_a_cast_needs_so_that_its_memory_is_counted(source: Path) -> None:
+    dry_run = ("convert", "--dry-run", str(source), "--dtype")
+    assert "ml_dtypes" in loaded_by(*run_module(*dry_run, "bf16"))
+    assert "ml_dtypes" not in loaded_by(*run_module(*dry_run, "f16"))
 
 
 @pytest.mark.parametrize("where", [0, 1, 2])

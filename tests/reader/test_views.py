@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import stream_pack
-from stream_pack import FormatError, Pack, StateError, UnknownTensorError
+from stream_pack import FormatError, MissingPackageError, Pack, StateError, UnknownTensorError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
 from tests.support.memory import needs_proc
@@ -125,14 +125,25 @@ def test_small_floats_come_as_ml_dtypes(dtype: str, path: Path) -> None:
         assert array.tobytes() == bits(tensor)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
-def test_without_ml_dtypes_the_error_names_the_other_ways(
-    dtype: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    pack_bytes(path, {"w": pattern(dtype)})
-    with stream_pack.open(path) as pack, pytest.raises(TypeError, match=r"ml_dtypes.*\.raw\(\).*\.torch\(\)"):
-        pack["w"].numpy()
+def test_without_torch_the_error_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_bytes(path, {"w": pattern("bfloat16")})
+    hidden = [name for name in sys.modules if name.partition(".")[0] == "torch"]
+    for name in hidden:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [NoTorch(), *sys.meta_path])
+    with stream_pack.open(path) as opened:
+        for call in (lambda: opened["w"].torch(), lambda: stream_pack.load_file(path), opened.materialize):
+            with pytest.raises(MissingPackageError, match=r"not installed: pip install torch; \.numpy\(\)") as raised:
+                call()
+            assert (raised.value.package, isinstance(raised.value, ImportError)) == ("torch", True)
+
+
+class NoTorch:
+    """A finder of modules where torch is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
 
 
 def test_complex32_is_nothing_for_numpy(path: Path) -> None:

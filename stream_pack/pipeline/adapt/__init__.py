@@ -3,7 +3,7 @@
 * ``source``: the adapted source; the entry point is ``adapted``.
 * ``select``: which tensors, under which names, in which order.
 * ``cast_plan``: which tensors become which dtype, and the catalog that results.
-* ``cast``: the cast itself, chunk by chunk; ``cast_torch``: to bfloat16 by torch, where ml_dtypes is not installed.
+* ``cast``: the cast itself, chunk by chunk.
 
 ``select`` and ``cast_plan`` are pure.
 """

@@ -1,28 +1,39 @@
 """Casting floats as torch casts them, chunk by chunk.
 
-NumPy, ml_dtypes or torch do the arithmetic.  As in torch, every cast goes through float32 (so float64 to float16
-rounds twice), to the nearest, ties to even; what is too large becomes infinity, denormals stay denormal.
+NumPy and ml_dtypes do the arithmetic.  As in torch, every cast goes through float32 (so float64 to float16 rounds
+twice), to the nearest, ties to even; what is too large becomes infinity, denormals stay denormal.  Every float8 has an
+exact float32.
 
 A NaN stays a NaN.  Which one, torch answers differently by machine, and on one machine by how many elements there are;
 a pack's bytes must not.  The rule here is that of its vector code on x86-64: sign and leading payload bits are kept,
-and the NaN becomes a quiet one, but for bfloat16.  There a NaN from float16 is 0x7FC0, from float32 and float64 0xFFFF;
-and bfloat16 to float32 changes no bit.
+and the NaN becomes a quiet one, but for bfloat16.  There a NaN from float32 and float64 is 0xFFFF, from any other float
+0x7FC0; and bfloat16 to float32 changes no bit.  The NaNs of float8 become those of :data:`_FLOAT8_NANS` in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.format.dtypes import BITS, BY_NAME
+from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.pipeline.source import Chunk, Zeros
 
-__all__ = ["CastStream", "cast_bytes"]
+__all__ = ["CastStream", "cast_bytes", "load_casts"]
 
 F16, BF16, F32, F64 = (BY_NAME[name] for name in ("float16", "bfloat16", "float32", "float64"))
+F8_E5M2 = BY_NAME["float8_e5m2"]
+
+_FLOAT8_NANS = {
+    BY_NAME["float8_e4m3fn"]: 0x7FF0_0000,
+    BY_NAME["float8_e4m3fnuz"]: 0x7F80_0001,
+    BY_NAME["float8_e5m2fnuz"]: 0x7F80_0001,
+    BY_NAME["float8_e8m0fnu"]: 0x7F80_0001,
+}
+"""What torch makes of a positive NaN (torch/headeronly/util); float8_e5m2 is the upper half of a float16."""
 
 _Float32: TypeAlias = "NDArray[np.float32]"
 
@@ -80,8 +91,16 @@ class CastStream:
             yield Zeros(end - begin) if isinstance(chunk, Zeros) else memoryview(chunk)[begin:end]
 
 
+def load_casts(pairs: Iterable[tuple[int, int]]) -> None:
+    """Import what casts from and to these dtypes take, so that whoever looks at memory next counts it."""
+    for source, target in pairs:
+        cast_bytes(memoryview(bytes(BITS[source] // 8)), source, target)
+
+
 def cast_bytes(elements: memoryview, source: int, target: int) -> memoryview:
-    """Elements of dtype ``source`` as elements of dtype ``target``, both of the four floats, as bytes.
+    """Elements of dtype ``source`` as elements of dtype ``target``, as bytes.
+
+    ``source`` is a float of any width above four bits; ``target`` is float16, bfloat16, float32 or float64.
 
     Copies: the result, and one float32 for each element in between where neither is float32.
     """
@@ -104,7 +123,24 @@ def _widen(elements: memoryview, source: int) -> _Float32:
         return bits.view("<f4")
     if source == F64:
         return np.frombuffer(elements, "<f8").astype("<f4")
-    return np.frombuffer(elements, "<f4")
+    if source == F32:
+        return np.frombuffer(elements, "<f4")
+    return _float8_values(source)[np.frombuffer(elements, np.uint8)]
+
+
+@cache
+def _float8_values(dtype: int) -> _Float32:
+    """The float32 of each of the 256 values of a float8."""
+    patterns = np.arange(256, dtype=np.uint8)
+    if dtype == F8_E5M2:
+        return _widen((patterns.astype("<u2") << 8).view(np.uint8).data, F16)
+    import ml_dtypes
+
+    values: _Float32 = patterns.view(getattr(ml_dtypes, DTYPES[dtype].ml_dtypes or "")).astype("<f4")
+    nans = np.isnan(values)
+    signs = patterns.astype("<u4") >> 7 << 31 if DTYPES[dtype].name == "float8_e4m3fn" else np.zeros(256, "<u4")
+    values.view("<u4")[nans] = signs[nans] | _FLOAT8_NANS[dtype]
+    return values
 
 
 def _narrow(values: _Float32, source: int, target: int) -> NDArray[np.generic]:
@@ -114,8 +150,10 @@ def _narrow(values: _Float32, source: int, target: int) -> NDArray[np.generic]:
         return values
     nans = np.isnan(values)
     if target == BF16:
-        rounded = _to_bfloat16(values)
-        rounded[nans] = 0x7FC0 if source == F16 else 0xFFFF
+        import ml_dtypes
+
+        rounded: NDArray[np.uint16] = values.astype(ml_dtypes.bfloat16).view("<u2")
+        rounded[nans] = 0xFFFF if source in (F32, F64) else 0x7FC0
         return rounded
     half = values.astype("<f2")
     if nans.any():
@@ -123,14 +161,3 @@ def _narrow(values: _Float32, source: int, target: int) -> NDArray[np.generic]:
         # Sign, quiet bit, and the upper nine bits of the payload below it.
         half.view("<u2")[nans] = (bits >> 16 & 0x8000) | 0x7E00 | (bits >> 13 & 0x1FF)
     return half
-
-
-def _to_bfloat16(values: _Float32) -> NDArray[np.uint16]:
-    """NumPy has no bfloat16.  ml_dtypes takes a tenth of a second to load; torch two, and 130 MB."""
-    try:
-        import ml_dtypes
-    except ImportError:
-        from stream_pack.pipeline.adapt.cast_torch import to_bfloat16
-
-        return to_bfloat16(values)
-    return values.astype(ml_dtypes.bfloat16).view("<u2")

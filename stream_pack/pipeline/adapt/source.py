@@ -9,7 +9,7 @@ import numpy as np
 
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import BITS
-from stream_pack.pipeline.adapt.cast import CastStream
+from stream_pack.pipeline.adapt.cast import CastStream, load_casts
 from stream_pack.pipeline.adapt.cast_plan import CastRule, CastStorages, cast_catalog
 from stream_pack.pipeline.adapt.select import Selection, select
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions
@@ -44,6 +44,7 @@ def adapted(source: Source, adaptation: Adaptation) -> Source:
         return AdaptedSource(source, catalog, rows)
     names = [source.catalog.names[row] for row in rows]
     catalog, casts = cast_catalog(catalog, adaptation.casts, names)
+    load_casts(set(zip(casts.sources.tolist(), casts.targets.tolist())))
     return AdaptedSource(source, catalog, rows, casts)
 
 
