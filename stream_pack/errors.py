@@ -4,6 +4,7 @@ The classes are grouped by blame:
 
 * :class:`SourceError` - the input cannot be packed as it is;
 * :class:`OptionError` - an option of the call is invalid;
+* :class:`StrictError` - there are warnings, and the caller wants none;
 * :class:`LimitError` - a limit is exceeded, which is known before the first byte is written;
 * :class:`FormatError` - the file is not a valid pack (found without recomputing checksums);
 * :class:`ChecksumError` - bytes differ from those that were written;
@@ -37,6 +38,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StreamPackError",
+    "StrictError",
     "TensorTooLarge",
     "TrailingBytesError",
     "TruncatedError",
@@ -103,6 +105,15 @@ class TruncatedSourceError(SourceError):
 
 class SourceChecksumError(SourceError):
     """The source's own checksum does not match its bytes: the source is damaged."""
+
+
+class StrictError(StreamPackError, ValueError):
+    """``strict`` was asked for, and the report would have warnings.  Attribute: ``warnings`` (a text each).
+
+    Raised before the first byte is written.
+    """
+
+    warnings: tuple[str, ...]
 
 
 class LimitError(StreamPackError, ValueError):

@@ -40,7 +40,7 @@ OWN_WORDS = {
 
 REVIEWED = {
     # Joined from quoted texts, or from our own.
-    ("pipeline/adapt/cast_plan.py", "', '.join(_BY_ALIAS)"),
+    ("pipeline/adapt/cast_rules.py", "', '.join(_BY_ALIAS)"),
     ("pipeline/adapt/select.py", "', '.join(given)"),
     ("sources/sets/dcp_chunks.py", "names"),
     ("sources/sets/dcp_metadata.py", "found"),

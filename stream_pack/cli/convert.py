@@ -60,6 +60,8 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     add_option(parser, "--spool-dir", "FOLDER", text)
     text = "memory limit (resident anonymous pages, the interpreter included); fails at the start if it is too low"
     add_option(parser, "--max-memory", "NBYTES", text, type=nbytes)
+    text = "make warnings errors (exit code 3), such as a pattern or rule that has no effect; nothing is written then"
+    add_flag(parser, "--strict", text=text)
     text = "print what would be done and write nothing; reads no tensor data, and only the head of a pipe"
     add_flag(parser, "--dry-run", text=text)
     add_jobs(parser, "one per core, at most 4")
@@ -92,7 +94,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     add_option(group, "--exclude", "GLOB", "leave out tensors that match", repeated=True)
     text = "replace the first match of a Python regular expression in each name; a g at the end replaces every match"
     add_option(group, "--rename", "s/REGEX/NEW/", text, repeated=True)
-    text = "cast floats, or those that match GLOB, to f16, bf16, f32 or f64; the first rule that matches applies"
+    text = "cast floats to f16, bf16, f32 or f64, or those that match GLOB, and float8 that does; keep instead of a "
+    text += "dtype leaves them as they are; the first rule that matches applies"
     add_option(group, "--dtype", "[GLOB=]DTYPE", text, repeated=True)
     text = "order of the tensors: as in the source (default), or by name"
     group.add_argument("--order", choices=("source", "name"), help=text)

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BITS", "BY_NAME", "BY_SAFETENSORS", "BY_TORCH", "DTYPES", "Dtype"]
+__all__ = ["BITS", "BY_NAME", "BY_SAFETENSORS", "BY_TORCH", "DTYPES", "GGUF_TYPE_NOTE", "Dtype"]
+
+GGUF_TYPE_NOTE = "gguf.type"
+"""The note that has the type of a block-quantised tensor of GGUF, whose bytes are uint8 in a pack."""
 
 
 @dataclass(frozen=True, slots=True)

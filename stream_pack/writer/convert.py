@@ -47,6 +47,7 @@ def convert(
     alignment: Alignment = DEFAULT_ALIGNMENT,
     block_nbytes: int = BLOCK_NBYTES,
     allow_blowup: bool = False,
+    strict: bool = False,
     jobs: int | None = None,
     chunk_nbytes: int = CHUNK_NBYTES,
     max_memory: int | None = None,
@@ -81,11 +82,14 @@ def convert(
     in a name), or a function from name to name; several are applied one after the other.
     ``dtype``: what float16, bfloat16, float32 and float64 are cast to, rounded as torch rounds; other dtypes stay.  A
     name or dtype; a mapping of globs to these; or a sequence of texts such as ``"norm*=f32"`` and ``"bf16"``.  The
-    first rule that matches a name of the source applies.
+    first rule that matches a name of the source applies.  A rule with a glob, ``"*=bf16"`` too, also casts float8.
+    ``"keep"`` instead of a dtype: what matches stays as it is.
     ``order``: ``"source"``, or ``"name"`` to sort by the UTF-8 bytes of the names.
 
     ``metadata`` is added to that of the source.  ``alignment``, ``block_nbytes``: see docs/FORMAT.md.
     ``allow_blowup`` allows output of more than four times the source bytes used.
+    ``strict``: warnings are errors.  The report has one for each pattern and rule above that has no effect, and for
+    what the pack may lack; :class:`~stream_pack.errors.StrictError` lists them, before the first byte is written.
     ``jobs``: threads; by default one per core, at most 4.  ``max_memory``: a limit in bytes on the resident anonymous
     memory of the process, what it uses before the call included.  The conversion adapts to it, or is refused before
     the first byte is written.  ``spool_dir``: a folder for temporary files if the target is a stream (those of a path
@@ -95,13 +99,13 @@ def convert(
     Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the options that FORMAT.md
     names, not on ``jobs``, ``chunk_nbytes``, ``max_memory`` or the kind of source.
     Raises: OptionError; SourceError, also if ``include`` and ``exclude`` leave no tensor or two tensors get one name;
-    LimitError; OSError.  A target path is then unchanged.
+    LimitError; StrictError; OSError.  A target path is then unchanged.
     """
     options = ConvertOptions(
         to=to, key=key, ignore_unknown=ignore_unknown, include=include, exclude=exclude, rename=rename, dtype=dtype,
         order=order, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup,
-        jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory, spool_dir=spool_dir, progress=progress,
-        announce=announce,
+        strict=strict, jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory, spool_dir=spool_dir,
+        progress=progress, announce=announce,
     )  # fmt: skip
     return convert_with(source, target, options)
 
@@ -122,6 +126,7 @@ def forecast(
     alignment: Alignment = DEFAULT_ALIGNMENT,
     block_nbytes: int = BLOCK_NBYTES,
     allow_blowup: bool = False,
+    strict: bool = False,
     jobs: int | None = None,
     chunk_nbytes: int = CHUNK_NBYTES,
     max_memory: int | None = None,
@@ -134,7 +139,7 @@ def forecast(
     options = ConvertOptions(
         to=to, key=key, ignore_unknown=ignore_unknown, include=include, exclude=exclude, rename=rename, dtype=dtype,
         order=order, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes, allow_blowup=allow_blowup,
-        jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory,
+        strict=strict, jobs=jobs, chunk_nbytes=chunk_nbytes, max_memory=max_memory,
     )  # fmt: skip
     return forecast_with(source, options, to_stream=to_stream)
 
@@ -149,6 +154,7 @@ def save_file(
     alignment: Alignment = DEFAULT_ALIGNMENT,
     block_nbytes: int = BLOCK_NBYTES,
     allow_blowup: bool = False,
+    strict: bool = False,
     jobs: int | None = None,
 ) -> Report:
     """Save tensors in memory: a mapping of names to torch tensors or NumPy arrays, or a module.
@@ -156,12 +162,12 @@ def save_file(
     ``to``, ``dtype`` and the other options: as for :func:`convert`.
 
     Copies: none of contiguous tensors on the CPU; a window at a time of others.
-    Raises: OptionError; SourceError naming the tensor, before a byte is written; LimitError; OSError.  ``path`` is then
-    unchanged.
+    Raises: OptionError; SourceError naming the tensor, before a byte is written; LimitError; StrictError; OSError.
+    ``path`` is then unchanged.
     """
     options = ConvertOptions(
         to=to, dtype=dtype, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes,
-        allow_blowup=allow_blowup, jobs=jobs,
+        allow_blowup=allow_blowup, strict=strict, jobs=jobs,
     )  # fmt: skip
     require_path("path", path)
     return convert_with(tensors, path, options)

@@ -16,7 +16,7 @@ from stream_pack.format.header_kinds import Front, plain_front
 from stream_pack.format.layout import Policy
 from stream_pack.jobs import check_number
 from stream_pack.pickles.nesting import Key
-from stream_pack.pipeline.adapt.cast_plan import cast_rules
+from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs
@@ -50,6 +50,7 @@ class ConvertOptions:
     alignment: Alignment = DEFAULT_ALIGNMENT
     block_nbytes: int = BLOCK_NBYTES
     allow_blowup: bool = False
+    strict: bool = False
     jobs: int | None = None
     chunk_nbytes: int = CHUNK_NBYTES
     max_memory: int | None = None
@@ -69,9 +70,9 @@ class ConvertOptions:
         if not isinstance(self.alignment, Alignment):
             raise _wrong("alignment", self.alignment, "stream_pack.Alignment(small=..., large=...)")
         _check_metadata(self.metadata)
-        for name, switch in (("allow_blowup", self.allow_blowup), ("ignore_unknown", self.ignore_unknown)):
-            if not isinstance(switch, bool):
-                raise _wrong(name, switch, "True or False")
+        for name in ("allow_blowup", "ignore_unknown", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, getattr(self, name), "True or False")
         if not isinstance(self.spool_dir, (str, os.PathLike, NoneType)):
             raise _wrong("spool_dir", self.spool_dir, "a path")
         for name, function in (("progress", self.progress), ("announce", self.announce)):
@@ -95,6 +96,7 @@ class ConvertOptions:
             front=self.front,
             policy=self.policy,
             metadata=self.metadata or {},
+            strict=self.strict,
             chunk_nbytes=self.chunk_nbytes,
             jobs=self.jobs or default_jobs(),
             max_memory=self.max_memory,

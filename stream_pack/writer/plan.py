@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from stream_pack.errors import StrictError
 from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.head import EncodedHead, encode_head
@@ -32,6 +33,9 @@ SMALL_NBYTES = 4 << 20
 NAME_COPIES = 4
 """How often encoding the head holds the characters of all names (measured with 8 and 80 MB)."""
 
+MAX_WARNINGS = 20
+"""Warnings that one message lists: more than a command has that was typed by hand."""
+
 METADATA_COPIES = 6
 """How often it holds those of the metadata (measured in the same way)."""
 
@@ -41,12 +45,14 @@ class PackSettings:
     """How a source is packed.
 
     ``front``: whose header the pack begins with.  ``metadata``: added to the source's own.  ``chunk_nbytes``, ``jobs``:
-    the most that is wanted, which ``max_memory`` bytes of memory, if given, may not allow.
+    the most that is wanted, which ``max_memory`` bytes of memory, if given, may not allow.  ``strict``: warnings are
+    errors.
     """
 
     front: Front
     policy: Policy
     metadata: Mapping[str, str]
+    strict: bool
     chunk_nbytes: int
     jobs: int
     max_memory: int | None
@@ -70,7 +76,7 @@ class Prepared:
 def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepared:
     """Plan how ``source`` is packed, into a stream if ``in_order``.  Reads no tensor data.
 
-    Raises: SourceError, LimitError.
+    Raises: SourceError, LimitError, StrictError.
     """
     catalog = source.catalog
     source.refuse(range(len(catalog)))
@@ -93,6 +99,12 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
     unit = settings.chunk_nbytes if settings.max_memory is None else 1
     spool_nbytes = _spool_nbytes(source, layout, chunk_nbytes=unit, in_order=in_order)
     sizes = _sizes_of(source, catalog, layout, encoded, settings.front)
+    if settings.strict and sizes.warnings:
+        raise StrictError(
+            f"{counted(len(sizes.warnings), 'warning')}, which --strict (strict=True) makes errors: "
+            f"{listed(sizes.warnings, most=MAX_WARNINGS, separator='; ', show=str)}; nothing was written",
+            warnings=sizes.warnings,
+        )
     return Prepared(layout, encoded, sizes, needs, spool_nbytes)
 
 

@@ -137,10 +137,8 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
     )
     if all(cast is None for _, _, cast in fitted):
         return AdaptedSource(source, described, rows.tolist())
-    # Rules for casts match names: here a name is the dtype that the constant becomes.
-    rules = [(DTYPES[target].name, target) for target in _CASTS]
-    targets = ["" if cast is None else DTYPES[cast].name for _, _, cast in fitted]
-    described, casts = cast_catalog(described, rules, targets)
+    targets = np.array([dtype if cast is None else cast for dtype, _, cast in fitted], np.uint8)
+    described, casts = cast_catalog(described, targets)
     return AdaptedSource(source, described, rows.tolist(), casts)
 
 

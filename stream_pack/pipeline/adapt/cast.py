@@ -19,13 +19,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.format.checksum import zeros
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.pipeline.source import Chunk, Zeros
 
 __all__ = ["CastStream", "cast_bytes", "load_casts"]
 
 F16, BF16, F32, F64 = (BY_NAME[name] for name in ("float16", "bfloat16", "float32", "float64"))
-F8_E5M2 = BY_NAME["float8_e5m2"]
+F8_E5M2, F8_E8M0 = BY_NAME["float8_e5m2"], BY_NAME["float8_e8m0fnu"]
 
 _FLOAT8_NANS = {
     BY_NAME["float8_e4m3fn"]: 0x7FF0_0000,
@@ -67,7 +68,10 @@ class CastStream:
             yield from self._cast(memoryview(element))
         torn = len(chunk) % self._from
         whole = len(chunk) - torn
-        if isinstance(chunk, Zeros):
+        if self._source == F8_E8M0 and isinstance(chunk, Zeros):  # zero bits are 2**-127
+            for part in zeros(len(chunk)):
+                yield from self._cast(part)
+        elif isinstance(chunk, Zeros):
             self._torn = bytes(torn)
             yield from self._wanted(Zeros(whole // self._from * self._to))
         else:

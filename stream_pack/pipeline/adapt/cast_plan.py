@@ -1,38 +1,19 @@
-"""Casting on paper: which tensors become which dtype, and what the catalog looks like then.
-
-Floats of 16, 32 and 64 bits (float16, bfloat16, float32, float64) are cast into each other.  Everything else
-(integers, bools, complex, float8, four-bit types) stays as it is, whatever a rule says.
-"""
+"""Casting on paper: what the catalog looks like when tensors have other dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import LimitError, OptionError
+from stream_pack.errors import LimitError
 from stream_pack.format.catalog import Catalog
-from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
+from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.format.limits import MAX_NBYTES
-from stream_pack.pipeline.adapt.select import matches
 from stream_pack.text import quoted
 
-__all__ = ["CastRule", "CastStorages", "cast_catalog", "cast_rules", "count_casts"]
-
-_ALIASES = {
-    "float16": ("f16", "fp16", "half"),
-    "bfloat16": ("bf16",),
-    "float32": ("f32", "fp32", "float"),
-    "float64": ("f64", "fp64", "double"),
-}
-_FLOATS = tuple(BY_NAME[name] for name in _ALIASES)
-_BY_ALIAS = {alias: BY_NAME[name] for name, aliases in _ALIASES.items() for alias in (name, *aliases)}
-
-CastRule: TypeAlias = tuple[str, int]
-"""(glob over the source's names, number of the dtype that floats among them become)."""
+__all__ = ["CastStorages", "cast_catalog", "count_casts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,26 +32,8 @@ class CastStorages:
     targets: NDArray[np.uint8]
 
 
-def cast_rules(dtype: object) -> tuple[CastRule, ...]:
-    """The rules that ``dtype`` stands for: None; a dtype for all; ``DTYPE`` or ``GLOB=DTYPE`` as text, or a sequence
-    of such texts; or a mapping of globs to dtypes.
-
-    A dtype is a name such as ``"bf16"`` or ``"float32"``, or a torch or NumPy dtype.
-    Raises: OptionError.
-    """
-    if dtype is None:
-        return ()
-    if isinstance(dtype, Mapping):
-        return tuple((str(pattern), _float_number(value)) for pattern, value in dtype.items())
-    if isinstance(dtype, str):
-        return (_parse(dtype),)
-    if isinstance(dtype, (list, tuple)):
-        return tuple(_parse(str(text)) for text in dtype)
-    return (("*", _float_number(dtype)),)
-
-
-def cast_catalog(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]) -> tuple[Catalog, CastStorages]:
-    """The catalog with the dtype of each tensor set by the first rule that matches ``names``, one a tensor.
+def cast_catalog(catalog: Catalog, targets: NDArray[np.uint8]) -> tuple[Catalog, CastStorages]:
+    """The catalog with ``targets`` for dtypes, and what has to be cast for that: floats and float8 to floats.
 
     Tensors of one dtype whose ranges overlap in a storage become ranges of one derived storage, at the places that
     their elements have in it, if they get the same dtype.  So the rule for sharing bytes works on the cast ranges just
@@ -78,7 +41,6 @@ def cast_catalog(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[st
 
     Raises: LimitError when a tensor would span more than 2**62 bytes.
     """
-    targets = _target_dtypes(catalog, rules, names)
     element_nbytes = np.maximum(np.array(BITS) // 8, 1)
     old, new = element_nbytes[catalog.dtypes], element_nbytes[targets]
     _check_lengths(catalog, catalog.nbytes // old, new)
@@ -92,7 +54,7 @@ def cast_catalog(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[st
     rows = zip(made.storages.tolist(), made.begins.tolist(), made.ends.tolist())
     for number, origin in enumerate(rows, made.first):
         derived[number] = catalog.derived.get(origin[0], origin)
-    cast_catalog = replace(
+    after = replace(
         catalog,
         dtypes=targets,
         nbytes=nbytes,
@@ -101,7 +63,7 @@ def cast_catalog(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[st
         derived=derived,
         source_dtypes=catalog.dtypes,
     )
-    return cast_catalog, made
+    return after, made
 
 
 def count_casts(catalog: Catalog) -> dict[str, int]:
@@ -115,35 +77,6 @@ def count_casts(catalog: Catalog) -> dict[str, int]:
         f"{DTYPES[source].name} -> {DTYPES[target].name}": count
         for (source, target), count in zip(kinds.tolist(), counts.tolist())
     }
-
-
-def _parse(text: str) -> CastRule:
-    pattern, equals, dtype = text.rpartition("=")
-    return (pattern if equals else "*", _float_number(dtype))
-
-
-def _float_number(dtype: object) -> int:
-    text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
-    number = _BY_ALIAS.get(text.removeprefix("torch."))
-    if number is None:
-        raise OptionError(
-            f"cannot cast to {quoted(text)}: expected one of {', '.join(_BY_ALIAS)} (no bits of other dtypes are "
-            "changed)"
-        )
-    return number
-
-
-def _target_dtypes(catalog: Catalog, rules: Sequence[CastRule], names: Sequence[str]) -> NDArray[np.uint8]:
-    targets = catalog.dtypes.copy()
-    undecided = np.isin(catalog.dtypes, _FLOATS)
-    for pattern, dtype in rules:
-        rows = np.flatnonzero(undecided)
-        if pattern != "*":
-            matching = map(matches([pattern]), (names[row] for row in rows.tolist()))
-            rows = rows[np.fromiter(matching, bool, len(rows))]
-        targets[rows] = dtype
-        undecided[rows] = False
-    return targets
 
 
 def _check_lengths(catalog: Catalog, elements: NDArray[np.int64], element_nbytes: NDArray[np.int64]) -> None:

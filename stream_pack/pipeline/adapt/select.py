@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from stream_pack.errors import OptionError, SourceError
 from stream_pack.format.catalog import Catalog
 from stream_pack.text import listed, quoted, shown
 
-__all__ = ["Order", "Rename", "Selection", "matches", "select", "take_rows"]
+__all__ = ["Order", "Rename", "Selected", "Selection", "matches", "select", "take_rows"]
 
 Order: TypeAlias = Literal["source", "name"]
 """``"source"``: as the source has them.  ``"name"``: by the UTF-8 bytes of their (new) names."""
@@ -25,8 +25,12 @@ SHOWN_NAMES = 5
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One substitution in every name: the first match of ``pattern``, or all of them (``everywhere``)."""
+    """One substitution in every name: the first match of ``pattern``, or all of them (``everywhere``).
 
+    ``text``: as given.
+    """
+
+    text: str
     pattern: re.Pattern[str]
     replacement: str
     everywhere: bool
@@ -54,7 +58,7 @@ class Rename:
                 f"invalid rename {quoted(text)}: {quoted(regex)} is not a regular expression: {error}"
             ) from None
         # In a pattern a backslash makes any mark mean itself; a replacement knows no such escape.
-        return cls(pattern, replacement.replace("\\" + mark, mark), flags == "g")
+        return cls(text, pattern, replacement.replace("\\" + mark, mark), flags == "g")
 
     def __call__(self, name: str) -> str:
         """The new name.  Raises: OptionError for a replacement that names a group which is not there."""
@@ -84,21 +88,36 @@ class Selection:
             raise OptionError(f"order={quoted(str(self.order))}: expected 'source' or 'name'")
 
 
-def select(catalog: Catalog, selection: Selection) -> tuple[Catalog, NDArray[np.intp]]:
-    """The part of ``catalog`` that ``selection`` takes, as a catalog over the same storages, and the rows it had.
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """``catalog``: the tensors taken, over the same storages; ``rows``: where they were in the catalog before.
+    ``warnings``: a line for each pattern or rename that has no effect."""
+
+    catalog: Catalog
+    rows: NDArray[np.intp]
+    warnings: tuple[str, ...]
+
+
+def select(catalog: Catalog, selection: Selection) -> Selected:
+    """The part of ``catalog`` that ``selection`` takes.
 
     Raises: SourceError when nothing is left, or when two tensors would have one name.
     """
     rows = _chosen(catalog.names, selection)
     names = [catalog.names[row] for row in rows.tolist()]
+    warnings = [
+        *_unmatched("include", selection.include, catalog.names),
+        *_unmatched("exclude", selection.exclude, catalog.names),
+    ]
     if selection.renames:
-        names = _renamed(names, selection.renames)
+        names, idle = _renamed(names, selection.renames)
+        warnings += idle
     if selection.order == "name":
         # By code points, which is the order of the UTF-8 bytes.
         order = sorted(range(len(names)), key=names.__getitem__)
         names = [names[row] for row in order]
         rows = rows[order]
-    return take_rows(catalog, rows, names), rows
+    return Selected(take_rows(catalog, rows, names), rows, tuple(warnings))
 
 
 def matches(patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -123,14 +142,26 @@ def _chosen(names: Sequence[str], selection: Selection) -> NDArray[np.intp]:
     return np.flatnonzero(kept)
 
 
-def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> list[str]:
+def _unmatched(option: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """A warning for each pattern that no name matches."""
+    for pattern in patterns:
+        if not any(map(matches([pattern]), names)):
+            such = f", such as {quoted(names[0])}" if names else ""
+            yield f"--{option} {quoted(pattern)} ({option}=) matches no tensor: it must match a whole name{such}"
+
+
+def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> tuple[list[str], list[str]]:
+    """The new names, and a warning for each rename that changes none."""
     given: dict[str, str] = {}
+    idle = dict.fromkeys(range(len(renames)))
     for name in names:
         new = name
-        for rename in renames:
-            new = rename(new)
+        for number, rename in enumerate(renames):
+            before, new = new, rename(new)
             if not isinstance(new, str):
                 raise OptionError(f"rename= returned {shown(new)} for {quoted(name)}: expected text")
+            if number in idle and new != before:
+                del idle[number]
         if new in given:
             raise SourceError(
                 f"{quoted(given[new])} and {quoted(name)} would both be named {quoted(new)}: give one of them "
@@ -141,7 +172,14 @@ def _renamed(names: Sequence[str], renames: Sequence[Callable[[str], str]]) -> l
         except UnicodeEncodeError:
             raise SourceError(f"{quoted(name)} would be named {quoted(new)}, which is not valid UTF-8") from None
         given[new] = name
-    return list(given)
+    return list(given), [f"{_shown_rename(renames, number)} changes no name" for number in idle]
+
+
+def _shown_rename(renames: Sequence[Callable[[str], str]], number: int) -> str:
+    rename = renames[number]
+    if isinstance(rename, Rename):
+        return f"--rename {quoted(rename.text)} (rename=)"
+    return "the function of rename=" if len(renames) == 1 else f"the function at {number} of rename="
 
 
 def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:

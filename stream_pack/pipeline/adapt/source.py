@@ -10,7 +10,8 @@ import numpy as np
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import BITS
 from stream_pack.pipeline.adapt.cast import CastStream, load_casts
-from stream_pack.pipeline.adapt.cast_plan import CastRule, CastStorages, cast_catalog
+from stream_pack.pipeline.adapt.cast_plan import CastStorages, cast_catalog
+from stream_pack.pipeline.adapt.cast_rules import CastRule, cast_targets
 from stream_pack.pipeline.adapt.select import Selection, select
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions
 
@@ -37,15 +38,16 @@ def adapted(source: Source, adaptation: Adaptation) -> Source:
     if adaptation == Adaptation():
         source.refuse(range(len(source.catalog)))
         return source
-    catalog, columns = select(source.catalog, adaptation.selection)
-    rows = columns.tolist()
+    taken = select(source.catalog, adaptation.selection)
+    rows = taken.rows.tolist()
     source.refuse(rows)
     if not adaptation.casts:
-        return AdaptedSource(source, catalog, rows)
+        return AdaptedSource(source, taken.catalog, rows, warnings=taken.warnings)
     names = [source.catalog.names[row] for row in rows]
-    catalog, casts = cast_catalog(catalog, adaptation.casts, names)
+    targets, warnings = cast_targets(taken.catalog, adaptation.casts, names)
+    catalog, casts = cast_catalog(taken.catalog, targets)
     load_casts(set(zip(casts.sources.tolist(), casts.targets.tolist())))
-    return AdaptedSource(source, catalog, rows, casts)
+    return AdaptedSource(source, catalog, rows, casts, warnings=(*taken.warnings, *warnings))
 
 
 class AdaptedSource(Source):
@@ -55,15 +57,24 @@ class AdaptedSource(Source):
     the source has in ``rows``.  What it leaves out is never asked for: a file is not read there, and in a pipe it
     is read and dropped (and is checked, where the source has checksums).
 
+    ``warnings`` are added to those of the source.
+
     Memory: one more chunk.  Lifetime: owns ``source``.
     """
 
     def __init__(
-        self, source: Source, catalog: Catalog, rows: Sequence[int], casts: CastStorages | None = None
+        self,
+        source: Source,
+        catalog: Catalog,
+        rows: Sequence[int],
+        casts: CastStorages | None = None,
+        *,
+        warnings: Sequence[str] = (),
     ) -> None:
         refusals = source.traits.refusals
         kept = {at: refusals[row] for at, row in enumerate(rows) if row in refusals} if refusals else {}
-        super().__init__(catalog, replace(source.traits, refusals=kept))
+        traits = replace(source.traits, refusals=kept, warnings=(*source.traits.warnings, *warnings))
+        super().__init__(catalog, traits)
         self._source = source
         self._casts = casts
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
-from stream_pack.format.dtypes import BITS, BY_NAME
+from stream_pack.format.dtypes import BITS, BY_NAME, GGUF_TYPE_NOTE
 from stream_pack.format.limits import MAX_NBYTES
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
@@ -198,7 +198,7 @@ class _Reader:
         if not shape or shape[-1] % block:
             raise _damaged(f"tensor {quoted(name)} of shape {list(shape)} has no whole blocks of {label}")
         rows = (*shape[:-1], shape[-1] // block * block_nbytes)
-        notes = {"gguf.type": label, "gguf.shape": json.dumps(shape)}
+        notes = {GGUF_TYPE_NOTE: label, "gguf.shape": json.dumps(shape)}
         return GgufTensor(name, BY_NAME["uint8"], rows, prod(rows), begin, notes)
 
     def _value(self, kind: int, depth: int) -> object:

@@ -202,3 +202,12 @@ def test_zeros_stay_zeros_that_take_no_memory(before: int) -> None:
     assert sum(len(part) for part in parts if not isinstance(part, Zeros)) <= 4
     rest = list(casting.feed(Zeros(3))) + list(casting.feed(ones[3:4]))
     assert joined(iter(rest)) == np.frombuffer(bytes(3) + ones[3:4], "<f4").astype("<f2").tobytes()
+
+
+def test_zero_bits_of_e8m0_are_no_zeros() -> None:
+    data = bytes([127]) + bytes(9) + bytes([128])
+    expected = torch.frombuffer(bytearray(data), dtype=torch.float8_e8m0fnu).float()
+    casting = stream("float8_e8m0fnu", "float32", nbytes=44, chunk_nbytes=8)
+    parts = [*casting.feed(data[:1]), *casting.feed(Zeros(9)), *casting.feed(data[10:])]
+    assert max(map(len, parts)) <= 8
+    assert joined(iter(parts)) == expected.numpy().tobytes()

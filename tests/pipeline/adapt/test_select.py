@@ -24,7 +24,7 @@ def catalog(*names: str, shapes: Sequence[tuple[int, ...]] = ()) -> Catalog:
 
 
 def chosen(names: Sequence[str], **selection: tuple[str, ...]) -> list[str]:
-    return list(select(catalog(*names), Selection(**selection))[0].names)  # type: ignore[arg-type]
+    return list(select(catalog(*names), Selection(**selection)).catalog.names)  # type: ignore[arg-type]
 
 
 NAMES = ["model.norm", "model.w", "model.W", "head.w", "norm"]
@@ -65,7 +65,8 @@ def test_a_source_without_tensors_stays_one() -> None:
 
 def test_every_column_follows_its_tensor() -> None:
     before = catalog("c", "a", "b", "d", shapes=[(2, 3), (), (5,), (0, 7, 1)])
-    after, rows = select(before, Selection(exclude=("b",), order="name"))
+    taken = select(before, Selection(exclude=("b",), order="name"))
+    after, rows = taken.catalog, taken.rows
     assert rows.tolist() == [1, 0, 3]
     assert after.names == ("a", "c", "d")
     assert [after.shape(k) for k in range(3)] == [(), (2, 3), (0, 7, 1)]
@@ -79,7 +80,7 @@ def test_every_column_follows_its_tensor() -> None:
 
 def test_names_are_sorted_by_their_utf8_bytes_after_renaming() -> None:
     names = ["\U0001f600", "b", "\uffee", "B", "a"]  # UTF-16 would sort the first before the third
-    after, _ = select(catalog(*names), Selection(order="name", renames=(Rename.parse("s/^a$/c/"),)))
+    after = select(catalog(*names), Selection(order="name", renames=(Rename.parse("s/^a$/c/"),))).catalog
     assert after.names == ("B", "b", "c", "\uffee", "\U0001f600")
 
 
@@ -135,7 +136,7 @@ def test_a_replacement_that_names_no_group_is_refused() -> None:
 
 def test_renamings_are_applied_one_after_the_other() -> None:
     renames = (Rename.parse("s/a/b/"), Rename.parse("s/b/c/"), str.upper)
-    after, _ = select(catalog("a", "x"), Selection(renames=renames))
+    after = select(catalog("a", "x"), Selection(renames=renames)).catalog
     assert after.names == ("C", "X")
 
 
@@ -145,7 +146,7 @@ def test_two_tensors_that_would_get_one_name_are_refused_by_their_names() -> Non
 
 
 def test_a_collision_with_a_tensor_that_is_left_out_is_none() -> None:
-    after, _ = select(catalog("a.w", "b.w"), Selection(exclude=("a.*",), renames=(Rename.parse(r"s/^.\.//"),)))
+    after = select(catalog("a.w", "b.w"), Selection(exclude=("a.*",), renames=(Rename.parse(r"s/^.\.//"),))).catalog
     assert after.names == ("w",)
 
 
@@ -157,3 +158,29 @@ def test_a_new_name_that_is_no_text_is_refused() -> None:
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(OptionError, match="'size'"):
         Selection(order="size")  # type: ignore[arg-type]
+
+
+def warnings(*names: str, **selection: object) -> list[str]:
+    return list(select(catalog(*names), Selection(**selection)).warnings)  # type: ignore[arg-type]
+
+
+def test_each_pattern_that_matches_no_name_is_named() -> None:
+    such = "matches no tensor: it must match a whole name, such as 'a.w'"
+    assert warnings("a.w", "b.w", include=("a.*", "w"), exclude=("optimizer.*", "b.w", "c")) == [
+        f"--include 'w' (include=) {such}",
+        f"--exclude 'optimizer.*' (exclude=) {such}",
+        f"--exclude 'c' (exclude=) {such}",
+    ]
+    assert warnings("a.w", include=("*", "a.?"), exclude=("b",)) == [f"--exclude 'b' (exclude=) {such}"]
+    assert warnings("a.w", "b.w", include=("a.*",), exclude=("b.*",)) == []
+
+
+def test_each_rename_that_changes_no_name_is_named() -> None:
+    idle, busy = Rename.parse(r"s/^module\.//"), Rename.parse("s/a/b/")
+    assert warnings("a", "c", renames=(busy, idle)) == [
+        r"--rename 's/^module\\.//' (rename=) changes no name",
+    ]
+    assert warnings("a", renames=(busy, Rename.parse("s/b/c/"))) == []  # the second sees what the first has made
+    assert warnings("a", renames=(str.lower,)) == ["the function of rename= changes no name"]
+    assert warnings("a", renames=(str.upper, str.upper)) == ["the function at 1 of rename= changes no name"]
+    assert warnings("a", "x", exclude=("a",), renames=(busy,)) == ["--rename 's/a/b/' (rename=) changes no name"]

@@ -13,7 +13,7 @@ import torch
 import stream_pack
 from stream_pack.errors import LimitError, SourceChecksumError, SourceError
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.pipeline.adapt.cast_plan import cast_rules
+from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation, adapted
 from stream_pack.pipeline.source import Zeros
@@ -61,7 +61,7 @@ def wanted() -> dict[str, torch.Tensor]:
         name.removeprefix("module.").replace("_", "."): tensor.to(
             torch.float64 if "norm" in name else torch.float32 if "keep" in name else torch.bfloat16
         )
-        if tensor.dtype in (torch.float16, torch.float32, torch.float64)
+        if tensor.dtype in (torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
         else tensor
         for name, tensor in given.items()
     }
