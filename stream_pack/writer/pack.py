@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeAlias
 
 from stream_pack.format.head import EncodedHead, Head, encode_footer
@@ -111,8 +111,10 @@ def write_pack(
     writer.start(reserve=not source.traits.sparse)
     _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
     checksum = writer.finish()
+    sizes = prepared.sizes
+    sizes = replace(sizes, warnings=sizes.warnings + sink.warnings, remarks=sizes.remarks + sink.remarks)
     return Report(
-        **asdict(prepared.sizes),
+        **asdict(sizes),
         spool_nbytes=spool.peak_nbytes,
         seconds=time.perf_counter() - began,
         checksum=checksum,

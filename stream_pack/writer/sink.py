@@ -19,8 +19,9 @@ from stream_pack.errors import OptionError, StateError
 from stream_pack.format.checksum import zeros
 from stream_pack.pipeline.bytestream import require_binary
 from stream_pack.pipeline.source import Chunk, Zeros
-from stream_pack.text import shown
-from stream_pack.writer.temporary import create_temporary, sweep
+from stream_pack.text import listed, quoted, shown
+from stream_pack.writer.attributes import take_over
+from stream_pack.writer.temporary import Temporary
 from stream_pack.writer.writeback import WritebackFile, rest_of, write_some
 
 __all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink", "require_path"]
@@ -54,6 +55,10 @@ class Sink(abc.ABC):
 
     identity: tuple[int, int] | None = None
     """Device and inode of a regular file that is written in place, None for every other target."""
+
+    warnings: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    """What the user should know about the target, complete after :meth:`begin`; as in a report."""
 
     def __init__(self) -> None:
         self._parts: list[memoryview] = []
@@ -110,10 +115,11 @@ class Sink(abc.ABC):
 class FileSink(Sink):
     """A new file beside the target, which replaces it in :meth:`commit`; until then the target is unchanged.
 
-    A symlink is followed.  An existing target's mode (and owner, where permitted) is kept; a new file obeys the umask.
+    A symlink is followed.  An existing target's mode, ACL and ``user.*`` attributes (and owner, where permitted) are
+    kept, or access is narrowed; a new file obeys the umask.
     Lifetime: the temporary file is removed by :meth:`abort`, with this object, or when the interpreter ends; only a
-    killed process leaves one, named ``.stream_pack-*.tmp``, which the next one in this folder removes.  ``temporary``
-    is its path until then.
+    killed process leaves one, named ``.stream_pack-*.tmp``, which a later one removes (:mod:`.temporary` says when).
+    ``temporary`` is its path until then.
     Raises: OSError, also when the target is neither absent nor a regular file, or could not be replaced in the end;
     OptionError for what is not a path.
     """
@@ -134,22 +140,27 @@ class FileSink(Sink):
         if old is not None:
             _check_sticky(self.folder, old, self._path)
         try:
-            self._file, self.temporary = create_temporary(self.folder)
+            temporary = Temporary(self.folder, os.path.basename(self._target), private=old is not None)
         except OSError as error:
             # An error of the folder, under the name that the caller knows.
             raise OSError(error.errno, error.strerror, self._path) from None
-        self._discard = weakref.finalize(self, _discard, self._file, self.temporary)
+        self._temporary, self._file, self.temporary = temporary, temporary.file, temporary.path
+        self._discard = weakref.finalize(self, temporary.discard)
         self._output = WritebackFile(self._file, name=self._target)
         try:
             if old is not None:
-                _keep_owner_and_mode(self._file, old)
+                self.warnings = take_over(self._file, self._target, old)
         except BaseException:
             self.abort()
             raise
 
     def begin(self, nbytes: int, *, reserve: bool) -> None:
         super().begin(nbytes, reserve=reserve)
-        sweep(self.folder)  # first: what a killed run has left may be what fills the disk
+        self._temporary.begin_lease()
+        left = self._temporary.sweep()  # first: what a killed run has left may be what fills the disk
+        if left:
+            remark = f"{quoted(self.folder)} holds unfinished files whose writers seem to be gone: {listed(left)}"
+            self.remarks = (f"{remark}; delete them if nobody writes there",)
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize
         if reserve and nbytes > free:
@@ -282,31 +293,11 @@ def _stat(path: str) -> os.stat_result | None:
         return None
 
 
-def _discard(file: int, temporary: str) -> None:
-    os.close(file)
-    with suppress(FileNotFoundError):  # it was renamed to the target
-        os.unlink(temporary)
-
-
 def _check_sticky(folder: str, old: os.stat_result, path: str) -> None:
     """In a sticky folder (/tmp) only its owner, or the file's, may replace a file: say so before all the work."""
     status, user = os.stat(folder), os.geteuid()
     if status.st_mode & stat.S_ISVTX and user not in (0, status.st_uid, old.st_uid):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), path)
-
-
-def _keep_owner_and_mode(file: int, old: os.stat_result) -> None:
-    new = os.fstat(file)
-    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
-        try:
-            os.fchown(file, old.st_uid, old.st_gid)
-        except PermissionError:
-            pass  # a user may replace a file that another owns, but not give one away
-    try:
-        os.fchmod(file, stat.S_IMODE(old.st_mode))
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.ENOTSUP):
-            raise  # a file system without modes (FAT, some network ones) may refuse to set one
 
 
 def _sync_folder(folder: str) -> None:
