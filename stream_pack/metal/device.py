@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import MetalBufferError, MetalUnavailable
 from stream_pack.metal import objc
+from stream_pack.metal.finalizers import when_collected
 from stream_pack.metal.objc import Messages, Runtime
 from stream_pack.metal.rules import IOS_HINT, check_range
 
@@ -48,7 +48,7 @@ class Buffer:
         self.token = token
         self._messages = device.messages
         self._pid = os.getpid()
-        _release_with(self, self._messages, pointer, ("release",))
+        when_collected(self, self._messages.last(pointer, "release"))
 
     def __repr__(self) -> str:
         return f"<Buffer {self.pointer:#x}, {self.nbytes} bytes at {self.address:#x}>"
@@ -58,23 +58,6 @@ class Buffer:
         require_own_process(self._pid)
         address: int = self._messages.send(self.pointer, "contents")
         return address
-
-
-def _release_with(
-    holder: object, messages: Messages, pointer: int, selectors: tuple[str, ...]
-) -> weakref.finalize[..., object]:
-    """Send ``selectors`` to an object when ``holder`` is collected, except at exit and in a forked child."""
-    finalizer = weakref.finalize(holder, _send_in, os.getpid(), messages, pointer, selectors)
-    # At exit the driver may still be working; the system frees everything anyway.
-    finalizer.atexit = False
-    return finalizer
-
-
-def _send_in(pid: int, messages: Messages, pointer: int, selectors: tuple[str, ...]) -> None:
-    if os.getpid() == pid:
-        with messages.pool():
-            for selector in selectors:
-                messages.send(pointer, selector)
 
 
 def require_own_process(pid: int) -> None:
@@ -98,7 +81,8 @@ class Device:
         self.pointer = pointer
         self.pid = os.getpid()
         self.messages = Messages(runtime, objc.MESSAGES)
-        _release_with(self, self.messages, pointer, ("release",))
+        self._answers: dict[str, Any] = {}
+        when_collected(self, self.messages.last(pointer, "release"))
 
     @classmethod
     def default(cls, runtime: Runtime | None = None) -> Device:
@@ -130,36 +114,49 @@ class Device:
     def __repr__(self) -> str:
         return f"<Device {self.name!r}>"
 
-    def _ask(self, selector: str, *arguments: object) -> int:
+    def _known(self, name: str, ask: Callable[[], Any]) -> Any:
+        """What ``ask`` returned the first time.  (Up to Python 3.11 a cached_property has a lock, which a forked child
+        might wait for, for ever.)"""
         require_own_process(self.pid)
-        return int(self.messages.send(self.pointer, selector, *arguments))
+        if name not in self._answers:
+            self._answers[name] = ask()
+        return self._answers[name]
 
-    @cached_property
+    def _number(self, selector: str) -> int:
+        return int(self._known(selector, lambda: self.messages.send(self.pointer, selector)))
+
+    @property
     def name(self) -> str:
         """The device's name, for messages."""
-        require_own_process(self.pid)
-        with self.messages.pool():
-            return objc.string_at(self.messages, self.messages.send(self.pointer, "name"))
 
-    @cached_property
+        def ask() -> str:
+            with self.messages.pool():
+                return objc.string_at(self.messages, self.messages.send(self.pointer, "name"))
+
+        return str(self._known("name", ask))
+
+    @property
     def max_buffer_length(self) -> int:
         """The largest MTLBuffer, in bytes: at least 256 MiB, often half of the memory."""
-        return self._ask("maxBufferLength")
+        return self._number("maxBufferLength")
 
-    @cached_property
+    @property
     def recommended_working_set(self) -> int:
         """How many bytes the GPU can use together without slowing down."""
-        return self._ask("recommendedMaxWorkingSetSize")
+        return self._number("recommendedMaxWorkingSetSize")
 
-    @cached_property
+    @property
     def has_unified_memory(self) -> bool:
         """Whether the GPU reads the CPU's memory directly, and not over PCIe."""
-        return bool(self._ask("hasUnifiedMemory"))
+        return bool(self._number("hasUnifiedMemory"))
 
-    @cached_property
+    @property
     def has_residency_sets(self) -> bool:
         """Whether :class:`Residency` works: from macOS 15 on, with Apple GPUs."""
-        return bool(self._ask("supportsFamily:", FAMILY_APPLE7)) and self.messages.responds(
+        return bool(self._known("has_residency_sets", self._supports_residency_sets))
+
+    def _supports_residency_sets(self) -> bool:
+        return bool(self.messages.send(self.pointer, "supportsFamily:", FAMILY_APPLE7)) and self.messages.responds(
             self.pointer, "newResidencySetWithDescriptor:error:"
         )
 
@@ -224,9 +221,9 @@ class Residency:
             messages.send(descriptor, "release")
         if pointer is None:
             raise MetalUnavailable(f"{device.name} returned no residency set; open without residency=True")
-        self._end = _release_with(
-            self, messages, pointer, ("endResidency", "removeAllAllocations", "commit", "release")
-        )
+        self._pid = os.getpid()
+        self._end = messages.last(pointer, "endResidency", "removeAllAllocations", "commit", "release")
+        when_collected(self, self._end)
         with messages.pool():
             for buffer in buffers:
                 messages.send(pointer, "addAllocation:", buffer.pointer)
@@ -234,5 +231,6 @@ class Residency:
             messages.send(pointer, "requestResidency")
 
     def end(self) -> None:
-        """Release the buffers.  Does nothing the second time."""
-        self._end()
+        """Release the buffers.  Does nothing the second time, and in a forked child."""
+        if os.getpid() == self._pid:
+            self._end()

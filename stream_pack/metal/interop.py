@@ -11,7 +11,6 @@ import ctypes
 import functools
 import importlib
 import math
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from stream_pack.errors import MetalUnavailable, UnsupportedDtype
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device
+from stream_pack.metal.finalizers import keep_while
 from stream_pack.metal.views import MetalView
 from stream_pack.reader.tensors import torch_form
 from stream_pack.text import quoted
@@ -79,14 +79,14 @@ _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
 
 
 class _Lent:
-    """What other libraries hold: DLPack structures, in C memory, and the buffer that each keeps, by its address.
+    """What other libraries hold: DLPack structures.  ``held`` has the buffer and the memory of each, by its address.
 
     Like the registry of :mod:`stream_pack.metal.objc`, all of this is kept until the process ends, because another
     library may call it at any time to release a tensor; the call waits for Python's lock.
     """
 
     def __init__(self) -> None:
-        self.buffers: dict[int, Buffer] = {}
+        self.held: dict[int, tuple[Buffer, object]] = {}
         libc, api = ctypes.CDLL(None), ctypes.PyDLL(None)
         self._malloc, self._free = libc.malloc, libc.free
         self._malloc.argtypes, self._malloc.restype = (c_size_t,), c_void_p
@@ -95,18 +95,17 @@ class _Lent:
         self._new_capsule.argtypes = (c_void_p, c_void_p, c_void_p)
         self._new_capsule.restype = ctypes.py_object
         self._is_valid, self._set_name = api.PyCapsule_IsValid, api.PyCapsule_SetName
-        self._is_valid.argtypes = self._set_name.argtypes = (ctypes.py_object, c_void_p)
+        self._get_destructor, self._set_destructor = api.PyCapsule_GetDestructor, api.PyCapsule_SetDestructor
+        self._get_destructor.argtypes, self._get_destructor.restype = (ctypes.py_object,), c_void_p
+        for function in (self._is_valid, self._set_name, self._set_destructor):
+            function.argtypes = (ctypes.py_object, c_void_p)
         # A capsule holds the addresses of these names.
         self._names = [ctypes.create_string_buffer(name) for name in (b"dltensor", b"used_dltensor")]
         self._name, self._used_name = map(ctypes.addressof, self._names)
-        pop, free = self.buffers.pop, self._free
-
-        # Bound to what it needs: while the interpreter shuts down, this module's names are deleted.
-        def delete(structure: int) -> None:
-            pop(structure, None)
-            free(structure)
-
-        self._delete = _Deleter(delete)
+        # A C function that does nothing.
+        self._destructor = ctypes.cast(api.Py_IsInitialized, c_void_p).value
+        # Written in C, so that no Ctrl-C can come between the call and what it is for.
+        self._delete = _Deleter(self.held.pop)
         objc.immortal(self)
         atexit.register(self._retire)
 
@@ -115,25 +114,26 @@ class _Lent:
         """A DLPack capsule of a tensor, valid until the ``with`` block ends.
 
         ``keep``: the buffer is kept until the deleter is called.  Otherwise the caller keeps it, and the deleter is C's
-        ``free``.  A deleter in Python fails when it is called while an exception propagates, for example when a
-        temporary is dropped in ``f(temporary, 1 / 0)``.  For the same reason the capsule has no destructor.
+        ``free``.  A deleter of Python's fails when it is called while an exception propagates, for example when a
+        temporary is dropped in ``f(temporary, 1 / 0)``.  For the same reason the capsule's destructor does nothing.
+
+        A consumer that has taken the capsule either renames it or clears its destructor (nanobind, from 2.13 on).
 
         Raises: UnsupportedDtype, MetalBufferError for a tensor of 0 bytes.
         """
-        address = self._structure(view, self._delete if keep else self._free)
-        if keep:
-            self.buffers[address] = view.buffer
-        capsule = self._new_capsule(address, self._name, None)
+        address = self._structure(view, keep=keep)
+        capsule = self._new_capsule(address, self._name, self._destructor)
         try:
             yield capsule
         finally:
-            if self._is_valid(capsule, self._name):  # not consumed: a consumer renames it
-                self._set_name(capsule, self._used_name)
-                self.buffers.pop(address, None)
-                self._free(address)
+            taken = not self._is_valid(capsule, self._name) or self._get_destructor(capsule) != self._destructor
+            self._set_destructor(capsule, None)
+            self._set_name(capsule, self._used_name)
+            if not taken:
+                (self.held.pop if keep else self._free)(address)
 
-    def _structure(self, view: MetalView, deleter: Any) -> int:
-        """A DLManagedTensor, followed by shape and strides."""
+    def _structure(self, view: MetalView, *, keep: bool) -> int:
+        """The address of a DLManagedTensor, followed by shape and strides."""
         if view.dtype not in DLPACK_TYPES:
             raise UnsupportedDtype(
                 f"tensor {quoted(view.name)} has the dtype {quoted(view.dtype)}, which DLPack or MPS lacks; cast it "
@@ -142,19 +142,17 @@ class _Lent:
                 dtype=view.dtype,
             )
         code, bits = DLPACK_TYPES[view.dtype]
-        pointer = view.buffer.pointer
+        buffer = view.buffer
         # PyTorch honours byte_offset only beside strides, and not for tensors without dims (pytorch#170432).
         shape = view.shape or (1,)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         dims = (c_int64 * (2 * len(shape)))(*shape, *strides)
-        address = self._malloc(ctypes.sizeof(_DLManagedTensor) + ctypes.sizeof(dims))
-        if address is None:
-            raise MemoryError
+        address = self._allocate(ctypes.sizeof(_DLManagedTensor) + ctypes.sizeof(dims), buffer if keep else None)
         dims_address = address + ctypes.sizeof(_DLManagedTensor)
         ctypes.memmove(dims_address, dims, ctypes.sizeof(dims))
         structure = _DLManagedTensor.from_address(address)
         structure.dl_tensor = _DLTensor(
-            pointer,
+            buffer.pointer,
             _DLDevice(KDL_METAL, 0),
             len(shape),
             _DLDataType(code, bits, 1),
@@ -163,12 +161,24 @@ class _Lent:
             view.offset,
         )
         structure.manager_ctx = None
-        structure.deleter = ctypes.cast(deleter, c_void_p)
-        return int(address)
+        structure.deleter = ctypes.cast(self._delete if keep else self._free, c_void_p)
+        return address
+
+    def _allocate(self, nbytes: int, buffer: Buffer | None) -> int:
+        """Memory that is there until ``held`` loses its address; without a buffer to keep, until it is freed."""
+        if buffer is not None:
+            memory = (c_uint64 * -(-nbytes // 8))()
+            address = ctypes.addressof(memory)
+            self.held[address] = buffer, memory
+            return address
+        allocated: int | None = self._malloc(nbytes)
+        if allocated is None:
+            raise MemoryError
+        return allocated
 
     def _retire(self) -> None:
         """Remove the deleters: the interpreter that would run them is shutting down."""
-        for address in list(self.buffers):
+        for address in list(self.held):
             _DLManagedTensor.from_address(address).deleter = None
 
 
@@ -181,7 +191,7 @@ class _Producer:
     """A capsule as an object of DLPack's Python protocol."""
 
     def __init__(self, capsule: object) -> None:
-        self._capsule = capsule
+        self._capsule: object | None = capsule
 
     def __dlpack__(self, *, dl_device: object = None, copy: bool | None = None, **ignored: object) -> object:
         if copy:
@@ -190,14 +200,13 @@ class _Producer:
             raise BufferError(
                 f"a tensor of a pack is shared in place, on device {self.__dlpack_device__()}, not on {dl_device}"
             )
-        return self._capsule
+        capsule, self._capsule = self._capsule, None
+        if capsule is None:
+            raise BufferError("a capsule is given once; call to_mlx again")
+        return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return KDL_METAL, 0
-
-
-def _release(buffer: Buffer) -> None:
-    """Does nothing: the reference to ``buffer`` is dropped with the call."""
 
 
 def to_torch(view: MetalView) -> torch.Tensor:
@@ -219,7 +228,7 @@ def to_torch(view: MetalView) -> torch.Tensor:
     with _lent().capsule(view, keep=False) as capsule:
         tensor = torch.utils.dlpack.from_dlpack(capsule)
     # This object lives as long as the storage itself, however many tensors share it.
-    weakref.finalize(tensor.untyped_storage(), _release, view.buffer).atexit = False
+    keep_while(tensor.untyped_storage(), view.buffer)
     # Up to 2.9 silently the first bytes of the buffer (pytorch#168177).
     if tensor.storage_offset() * tensor.itemsize != view.offset:
         raise MetalUnavailable(

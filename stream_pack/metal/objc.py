@@ -2,13 +2,14 @@
 
 :class:`Runtime` holds the addresses of the few C functions needed, so that tests can pass another;
 :class:`Messages` sends messages through them, each selector with its one prototype; :func:`keep` returns the block that
-Metal calls when a buffer is freed, and then drops the buffer's owner.
+Metal calls when a buffer is freed, which drops the buffer's owner.
 
 Everything that Metal may call is kept until the process ends: the blocks (one per buffer, reused once that is freed),
 one callback, and the registry of owners.  A block on the stack, or one that Python had collected, would crash when a
 buffer is freed later than expected.
 
-The callback is Python, so it waits for Python's lock.  A thread that holds the lock while it waits for Metal to finish
+The callback is a function of Python's that is written in C: one written in Python could be interrupted by a Ctrl-C
+before it does anything.  It waits for Python's lock.  A thread that holds the lock while it waits for Metal to finish
 with a buffer deadlocks if the last reference to the buffer is released meanwhile.  And C code that releases the last
 reference while a Python exception propagates loses the exception; Python code may release it.
 Source: Clang, "Block Implementation Specification"; Apple, "Objective-C Runtime".
@@ -23,7 +24,6 @@ import itertools
 import os
 import re
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,15 +105,14 @@ MESSAGES: dict[str, str] = {
     # selector: type of the result, then of each argument after receiver and selector
     "UTF8String": "*",
     "addAllocation:": "v@",
-    "alloc": "@",
     "commit": "v",
     "contents": "^v",
     "drain": "v",
     "endResidency": "v",
     "hasUnifiedMemory": "Z",
-    "init": "@",
     "maxBufferLength": "Q",
     "name": "@",
+    "new": "@",
     "newBufferWithBytesNoCopy:length:options:deallocator:": "@^vQQ@?",
     "newResidencySetWithDescriptor:error:": "@@^@",
     "recommendedMaxWorkingSetSize": "Q",
@@ -159,6 +158,8 @@ class Messages:
         register = ctypes.CFUNCTYPE(c_void_p, c_char_p)(runtime.sel_register_name)
         self._selectors = {name: register(name.encode()) for name in table}
         self._functions = {name: prototype(code)(runtime.msg_send) for name, code in table.items()}
+        self._pool_class = self._get_class(b"NSAutoreleasePool")
+        self._drain = prototype("v@")(runtime.msg_send)  # with an argument, which the method does not look at
 
     def send(self, receiver: int, selector: str, *arguments: Any) -> Any:
         """The result of ``[receiver selector: arguments]``; an object is its address, nil is None."""
@@ -171,18 +172,32 @@ class Messages:
     def new(self, name: str) -> int | None:
         """An object of a class, owned by the caller; None where the system has no such class."""
         found = self._get_class(name.encode())
-        made: int | None = self.send(self.send(found, "alloc"), "init") if found else None
+        made: int | None = self.send(found, "new") if found else None
         return made
 
     @contextmanager
     def pool(self) -> Iterator[None]:
         """Objects autoreleased inside are released at the end, not when the thread ends."""
-        pool = self.new("NSAutoreleasePool")
-        assert pool is not None
+        pool = self.send(self._pool_class, "new")
         try:
             yield
         finally:
             self.send(pool, "drain")
+
+    def last(self, receiver: int, *selectors: str) -> Callable[[], None]:
+        """A call that sends messages without arguments or results, each in a pool of its own; called again, nothing.
+
+        No Python code runs in it, as :mod:`stream_pack.metal.finalizers` requires: ``map`` makes a pool, sends a
+        message, and passes pool and result to ``drain``, as often as there are messages.
+        """
+        pools = itertools.starmap(
+            self._functions["new"], itertools.repeat((self._pool_class, self._selectors["new"]), len(selectors))
+        )
+        results = itertools.starmap(
+            self._functions["release"], [(receiver, self._selectors[selector]) for selector in selectors]
+        )
+        drained = map(self._drain, pools, itertools.repeat(self._selectors["drain"]), results)
+        return functools.partial(deque(maxlen=0).extend, drained)
 
 
 def default_device(runtime: Runtime, messages: Messages) -> int | None:
@@ -220,47 +235,52 @@ class _Block(ctypes.Structure):
 _IS_GLOBAL, _HAS_SIGNATURE = 1 << 28, 1 << 30
 # void (^)(void *pointer, NSUInteger length): 24 bytes of arguments; the block at 0, pointer at 8, length at 16.
 _SIGNATURE = b"v24@?0^v8Q16"
-_Invoke = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_ulong)
+# Of these arguments the callback takes only the block; who calls it need not know.
+_Invoke = ctypes.CFUNCTYPE(None, c_void_p)
+_BLOCK = (1 << 64) - 1
+_NOBODY = -1
 
 
 class _Registry:
-    """The owner of each buffer's memory: ``owners``, by the buffer's token.
+    """The owner of each buffer's memory: ``owners``, by the block that Metal calls when the buffer is freed.
 
-    The block that Metal calls says which buffer was freed.  A block serves one buffer at a time, and is not reused
-    after a buffer that Metal did not create: a late call then finds a token without an owner.
+    What it calls is ``owners.pop``.  There is no lock that it could have to wait for: an entry of ``owners`` claims its
+    block, which serves one buffer at a time, and is not reused after a buffer that Metal did not create until the late
+    call has come.  ``owners`` has the buffer's token beside the owner: a number that was never used before, with the
+    block in its low 64 bits.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.owners: dict[int, object] = {}
+        self.owners: dict[int, tuple[int, object]] = {}
         self.blocks: dict[int, _Block] = {}  # by address, all that were ever made
-        self._tokens: dict[int, int] = {}  # of the buffer that each block serves
-        self._idle: dict[int, list[int]] = {}  # unused blocks, by their class
+        self._rings: dict[int, deque[int]] = {}  # blocks, by their class; the one used longest ago comes first
         self._counter = itertools.count()
-        self._gone: deque[int] = deque()
-        self._lock = threading.Lock()
-        gone, settle = self._gone, self.settle
-
-        # Bound to what it needs: while the interpreter shuts down, this module's names are deleted.
-        def invoke(block: int, address: int | None, nbytes: int) -> None:
-            gone.append(block)
-            settle()
-
-        self._callback = _Invoke(invoke)
+        self._callback = _Invoke(self.owners.pop)
         self._invoke = _address(self._callback)
         self._descriptor = _Descriptor(0, ctypes.sizeof(_Block), _SIGNATURE)
         immortal(self)
         atexit.register(self._retire)
 
     def add(self, isa: int, owner: object) -> tuple[int, int]:
-        with self._lock:
-            idle = self._idle.setdefault(isa, [])
-            block = idle.pop() if idle else self._new_block(isa)
-            token = next(self._counter)
-            self._tokens[block] = token
-            self.owners[token] = owner
-        self.settle()
+        ring = self._rings.setdefault(isa, deque())
+        # A few tries, so that the cost does not grow with the number of buffers.
+        for _ in range(min(8, len(ring))):
+            block = ring[0]
+            ring.rotate(-1)
+            token = self._claim(block, owner)
+            if token is not None:
+                return token, block
+        block = self._new_block(isa)
+        token = self._claim(block, owner)
+        assert token is not None
+        ring.append(block)
         return token, block
+
+    def _claim(self, block: int, owner: object) -> int | None:
+        token = next(self._counter) << 64 | block
+        entry = token, owner
+        return token if self.owners.setdefault(block, entry) is entry else None
 
     def _new_block(self, isa: int) -> int:
         flags = _IS_GLOBAL | _HAS_SIGNATURE
@@ -272,32 +292,14 @@ class _Registry:
         return address
 
     def remove(self, token: int) -> None:
-        self.owners.pop(token, None)
-        self.settle()
+        if self.has(token):
+            self.owners[token & _BLOCK] = _NOBODY, None
 
-    def settle(self) -> None:
-        """Drop the owners of freed buffers.
-
-        Never waits: a deallocator may run anywhere, also inside this class, when a garbage collection releases a
-        buffer.  The holder of the lock does the work of callers that found it taken.
-        """
-        dropped: list[object] = []  # until the lock is released: the last owner unmaps the file
-        while self._gone and self._lock.acquire(blocking=False):
-            try:
-                while self._gone:
-                    block = self._gone.popleft()
-                    token = self._tokens.pop(block, None)
-                    if token is not None:
-                        dropped.append(self.owners.pop(token, None))
-                        self._idle[self.blocks[block].isa].append(block)
-            finally:
-                self._lock.release()
+    def has(self, token: int) -> bool:
+        return self.owners.get(token & _BLOCK, (_NOBODY, None))[0] == token
 
     def _retire(self) -> None:
-        """Let the blocks call a C function that does nothing, instead of an interpreter that has ended.
-
-        Takes no lock: in a forked child, a thread that does not exist there may hold it.
-        """
+        """Let the blocks call a C function that does nothing, instead of an interpreter that has ended."""
         self._invoke = _address(ctypes.pythonapi.Py_IsInitialized)
         for block in list(self.blocks.values()):
             block.invoke = self._invoke
@@ -325,6 +327,4 @@ def forget(token: int) -> None:
 
 def kept(token: int) -> bool:
     """Whether the buffer is still alive."""
-    registry = _registry()
-    registry.settle()
-    return token in registry.owners
+    return _registry().has(token)

@@ -100,7 +100,8 @@ class Weights(Mapping[str, MetalView]):
         self._closed = False
         # Windows are kept; buffers of single tensors live only while they are used.
         self._windows: dict[int, Buffer] = {}
-        self._own: weakref.WeakValueDictionary[tuple[int, int], Buffer] = weakref.WeakValueDictionary()
+        # No WeakValueDictionary: it runs Python code when a buffer is collected.
+        self._own: dict[tuple[int, int], weakref.ref[Buffer]] = {}
         # The tokens of every buffer made over a range of memory: another Weights may have made more over it.
         self._made: dict[tuple[int, int], list[int]] = {}
         # For messages: the tensors that used each range of memory.
@@ -203,9 +204,11 @@ class Weights(Mapping[str, MetalView]):
         tensor = self._number(name)
         key = (view.offset, align_up(view.nbytes, PAGE_NBYTES))
         with self._lock:
-            buffer = self._own.get(key)
+            known = self._own.get(key)
+            buffer = None if known is None else known()
             if buffer is None:
-                buffer = self._own[key] = self._wrap(*key, [tensor])
+                buffer = self._wrap(*key, [tensor])
+                self._own[key] = weakref.ref(buffer)
             self._used(buffer, [tensor])
         return buffer
 
@@ -271,6 +274,10 @@ class Weights(Mapping[str, MetalView]):
 
     def __exit__(self, *exc: object) -> None:
         self._closed = True
+        if os.getpid() != self.device.pid:
+            # A forked child has nothing of Metal's to release, and would wait for ever for a lock that a thread of its
+            # parent's held.
+            return
         self._end_residency()
         with self._lock:
             self._windows.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,16 +70,13 @@ class Lender:
         self._file = mapping.file
         self._state: _Open | None = _Open(mapping, contents, check)
         self._storages = Storages()
-        # Arrays in use, by id (unique while they are alive), and the tensors they are for: one number, or a set of
-        # several.  As few objects as possible: there may be a hundred thousand entries.
-        lent: dict[int, weakref.KeyedRef[int, NDArray[np.uint8]]] = {}
-        users: dict[int, int | set[int]] = {}
-
-        def forget(ref: weakref.KeyedRef[int, NDArray[np.uint8]]) -> None:
-            lent.pop(ref.key, None)
-            users.pop(ref.key, None)
-
-        self._lent, self._users, self._forget = lent, users, forget
+        # Arrays in use, by number, and the tensors they are for: one number, or a set of several.  As few objects as
+        # possible: there may be a hundred thousand entries.
+        self._lent: dict[int, weakref.KeyedRef[int, NDArray[np.uint8]]] = {}
+        self._users: dict[int, int | set[int]] = {}
+        self._counter = itertools.count()
+        # Those that are gone, noted without any Python code: in a finalizer a Ctrl-C would be lost, and the note too.
+        self._gone: deque[weakref.KeyedRef[int, NDArray[np.uint8]]] = deque()
         # The array below each torch storage, and the tensors it is for, by buffer.  The storage may outlive the array:
         # torch.multiprocessing moves what it sends into other memory.
         self._storage_arrays: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
@@ -171,9 +170,20 @@ class Lender:
             raise FormatError(f"{self.path}: tensor {quoted(name)} {fault}; .raw() returns its bytes unchanged")
 
     def _track(self, array: NDArray[np.uint8], users: int | set[int]) -> None:
-        key = id(array)
+        self._settle()
+        key = next(self._counter)
         self._users[key] = users
-        self._lent[key] = weakref.KeyedRef(array, self._forget, key)
+        self._lent[key] = weakref.KeyedRef(array, self._gone.append, key)
+
+    def _settle(self) -> None:
+        """Forget the arrays that are gone."""
+        while self._gone:
+            try:
+                key = self._gone.popleft().key
+            except IndexError:  # another thread was faster
+                return
+            self._users.pop(key, None)
+            self._lent.pop(key, None)
 
     def close(self) -> None:
         """Unmap now.  Nothing happens when already closed.
@@ -203,10 +213,12 @@ class Lender:
 
     def _held(self) -> list[int | set[int]]:
         """The tensors whose memory is in use, once per array or storage."""
+        self._settle()
         with self._lock:
             arrays = self._storage_arrays.items()
             stored = [self._storage_users[key] for key, array in arrays if array() is not None]
-            return [*self._users.values(), *stored]
+            live = [key for key, array in list(self._lent.items()) if array() is not None]
+            return [*map(self._users.__getitem__, live), *stored]
 
 
 def _prove(state: _Open, tensor: int, start: int, nbytes: int) -> None:

@@ -1,5 +1,6 @@
 // A Metal system in C, for what Python cannot do: buffers die on another thread, after their memory was read there.
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,6 +13,7 @@ typedef struct { atomic_long references; void *pointer; unsigned long nbytes; Bl
 
 void *_NSConcreteGlobalBlock[32];
 unsigned long standin_page, standin_limit;
+int standin_interrupts;  // buffers die where they are released, and a Ctrl-C comes just before
 atomic_long standin_live, standin_violations, standin_releases;
 atomic_ulong standin_sum;
 static long pending;
@@ -33,6 +35,11 @@ static void *die(void *argument) {  // the GPU has finished: it read all of the 
     pthread_cond_broadcast(&settled);
     pthread_mutex_unlock(&lock);
     return NULL;
+}
+
+void standin_interrupted(void (*call)(void *), void *argument) {  // a Ctrl-C comes just before a call
+    raise(SIGINT);
+    call(argument);
 }
 
 void standin_wait(void) {
@@ -93,6 +100,11 @@ static void release(Object *buffer) {
         pthread_mutex_lock(&lock);
         pending++;
         pthread_mutex_unlock(&lock);
+        if (standin_interrupts) {
+            raise(SIGINT);
+            die(buffer);
+            return;
+        }
         pthread_create(&thread, NULL, die, buffer);
         pthread_detach(thread);
     }

@@ -274,7 +274,7 @@ class StandIn:
         for pointer in held:
             self.release(pointer)
 
-    def _alloc(self, receiver: int, *_: int) -> int:
+    def _make(self, receiver: int, *_: int) -> int:
         name = self._classes[receiver]
         if name == "NSAutoreleasePool":
             self._pools.append([])
@@ -317,7 +317,6 @@ def _mapped(address: int, nbytes: int) -> bool:
 _HANDLERS: dict[str, Callable[..., int | None]] = {
     "UTF8String": StandIn._text,
     "addAllocation:": StandIn._add,
-    "alloc": StandIn._alloc,
     "blitCommandEncoder": StandIn._encoder,
     "commandBuffer": lambda self, *_: self._autoreleased("command buffer"),
     "commit": StandIn._commit,
@@ -329,10 +328,10 @@ _HANDLERS: dict[str, Callable[..., int | None]] = {
     "endEncoding": lambda self, *_: None,
     "endResidency": lambda self, *_: self.resident.clear(),
     "hasUnifiedMemory": lambda self, *_: int(self.unified),
-    "init": lambda self, receiver, *_: receiver,
     "length": lambda self, receiver, *_: self._objects[receiver].nbytes,
     "maxBufferLength": lambda self, *_: self.max_buffer_length,
     "name": lambda self, *_: self._autoreleased("string"),
+    "new": StandIn._make,
     "newBufferWithBytesNoCopy:length:options:deallocator:": lambda self, *words: self._wrap(*words),
     "newBufferWithLength:options:": StandIn._allocate,
     "newCommandQueue": lambda self, *_: self._new("command queue"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-import signal
 import struct
 import sys
 import threading
@@ -105,53 +104,6 @@ def test_an_owner_is_dropped_on_the_thread_that_the_driver_happens_to_use(standi
     assert threads == [driver]
 
 
-@pytest.mark.parametrize("settled_by", ["keep", "forget", "kept"])
-def test_a_deallocator_never_waits_for_whoever_is_at_work_in_the_registry(standin: StandIn, settled_by: str) -> None:
-    # It may interrupt its own thread there, when a collection drops a buffer: waiting would be for ever.
-    registry = objc._registry()
-    owner = Owner()
-    watched = weakref.ref(owner)
-    token, block = objc.keep(standin.runtime, owner)
-    other, _ = objc.keep(standin.runtime, Owner())
-    del owner
-    with registry._lock:
-        dies(block)
-        assert watched() is not None
-    if settled_by == "keep":
-        objc.forget(objc.keep(standin.runtime, Owner())[0])
-    elif settled_by == "kept":
-        assert not objc.kept(token)
-    objc.forget(other)
-    assert watched() is None
-
-
-def test_a_buffer_that_dies_while_the_lock_is_given_back_is_not_forgotten(
-    standin: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    registry = objc._registry()
-    owner = Owner()
-    watched = weakref.ref(owner)
-    _, first = objc.keep(standin.runtime, Owner())
-    _, second = objc.keep(standin.runtime, owner)
-    del owner
-    lock = threading.Lock()
-
-    class Late:
-        """A lock whose holder is interrupted when all is done, and it still holds it."""
-
-        def acquire(self, blocking: bool) -> bool:
-            return lock.acquire(blocking)
-
-        def release(self) -> None:
-            if second in registry._tokens:
-                dies(second)
-            lock.release()
-
-    monkeypatch.setattr(registry, "_lock", Late())
-    dies(first)
-    assert watched() is None
-
-
 def test_an_owner_that_drops_other_buffers_while_it_goes_drops_them_all(standin: StandIn) -> None:
     class Chain:
         def __init__(self, next_block: int | None) -> None:
@@ -188,25 +140,37 @@ def test_many_threads_keep_and_drop_without_losing_one(standin: StandIn) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    objc.kept(0)  # settles
     assert len(gone) == 8 * 300
     assert len(objc._registry().owners) == before
 
 
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_child_ends_though_another_thread_held_the_registry(standin: StandIn) -> None:
+def test_blocks_are_used_again_however_many_buffers_there_are(standin: StandIn) -> None:
     registry = objc._registry()
-    _, block = objc.keep(standin.runtime, Owner())
-    with registry._lock:  # as a thread of the parent's may, which the child does not have
-        child = os.fork()
-        if not child:
-            signal.alarm(20)  # a child that waits is killed
-            registry._retire()
-            nothing = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
-            os._exit(Block.from_address(block).invoke == nothing)
-        _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
+    blocks = [objc.keep(standin.runtime, Owner())[1] for _ in range(100)]
+    made = len(registry.blocks)
+    for number in range(1000):
+        dies(blocks[number * 37 % 100])
+        blocks[number * 37 % 100] = objc.keep(standin.runtime, Owner())[1]
+    for block in blocks:
+        dies(block)
+    assert len(set(blocks)) == 100
+    assert len(registry.blocks) - made < 1000 / 2
+
+
+def test_at_exit_blocks_call_a_function_that_does_nothing(standin: StandIn) -> None:
+    registry, invoke = objc._registry(), objc._registry()._invoke
+    token, block = objc.keep(standin.runtime, Owner())
+    registry._retire()
+    try:
+        assert Block.from_address(block).invoke == ctypes.cast(ctypes.pythonapi.Py_IsInitialized, c_void_p).value
+        dies(block)
+        assert objc.kept(token)
+    finally:
+        registry._invoke = invoke
+        for known in registry.blocks.values():
+            known.invoke = invoke
     dies(block)
+    assert not objc.kept(token)
 
 
 @pytest.fixture

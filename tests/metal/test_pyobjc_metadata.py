@@ -27,7 +27,7 @@ PACKAGES = {
     "pyobjc-framework-MetalPerformanceShadersGraph": "MetalPerformanceShadersGraph",
 }
 FOUNDATION = {
-    "UTF8String", "alloc", "drain", "init", "release", "respondsToSelector:", "retain",
+    "UTF8String", "drain", "new", "release", "respondsToSelector:", "retain",
 }  # fmt: skip
 """Messages that are no business of Metal's, and that its metadata does not have."""
 

@@ -476,6 +476,54 @@ def test_weights_of_a_parent_are_refused_in_a_forked_child_and_stay_whole(
         assert bytes_at(weights["head"]) == arrays["head"].tobytes()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_never_waits_for_what_a_thread_of_its_parent_was_doing(pack_path: Path) -> None:
+    from tests.metal.test_device import in_a_forked_child
+
+    asked, answer = threading.Event(), threading.Event()
+
+    class Slow(StandIn):
+        slow = False
+
+        def _send(self, receiver: int, selector: int, *words: int | None) -> int | None:
+            if self.slow and threading.current_thread() is not threading.main_thread():
+                asked.set()
+                answer.wait(60)
+            return super()._send(receiver, selector, *words)
+
+    standin = Slow()
+    weights = on(standin, pack_path)
+    view = weights["head"]
+    standin.slow = True
+    for ask in (lambda: weights.own_buffer("head"), lambda: weights.device.name):
+        asked.clear()
+        answer.clear()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert asked.wait(60)  # inside Metal, with every lock that it takes
+        for action in (
+            lambda: weights["head"],
+            lambda: weights.own_buffer("head"),
+            lambda: weights.windows,
+            lambda: weights.device.name,
+            lambda: list(weights),
+            lambda: len(weights),
+            lambda: "head" in weights,
+            view.own_buffer,
+            view.buffer.contents,
+            weights.close,
+        ):
+            assert in_a_forked_child(action).startswith("MetalUnavailable: Metal does not work after a fork")
+        assert in_a_forked_child(lambda: weights.__exit__(None, None, None)) == "nothing"
+        assert in_a_forked_child(lambda: repr(weights)) == "nothing"
+        answer.set()
+        thread.join()
+    standin.slow = False
+    del view
+    weights.close()
+    assert standin.violations == []
+
+
 EXIT = """
 import ctypes, sys
 from pathlib import Path

@@ -1,0 +1,66 @@
+"""What happens when an object is collected, without running any Python code.
+
+Python raises a Ctrl-C in the next Python function that starts.  Where that is a finalizer, the exception is printed
+and lost, and what the finalizer was for is not done.  So the finalizers here consist of functions that are written in
+C, and the Ctrl-C is raised in the code that dropped the object.
+
+They do nothing once the interpreter is shutting down, and in a forked child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from operator import methodcaller
+
+__all__ = ["keep_while", "when_collected"]
+
+
+class _Ref(weakref.ref[object]):
+    """A weak reference that is a key of its own, whether or not its object can be hashed."""
+
+    __slots__ = ("call",)
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+    call: Callable[[], object]
+
+
+class _Finalizers:
+    """``calls``: references whose object, when it is collected, has its ``call`` called; ``kept``: what others keep."""
+
+    def __init__(self) -> None:
+        self.kept: dict[_Ref, object] = {}
+        self.calls: set[_Ref] = set()
+        self._sweep_at = 64
+        # A reference that is gone itself does nothing when its object goes.
+        atexit.register(self.calls.clear)
+        os.register_at_fork(after_in_child=self.calls.clear)
+
+    def add(self, ref: _Ref) -> None:
+        if len(self.calls) >= self._sweep_at:
+            for known in self.calls.copy():
+                if known() is None:
+                    self.calls.discard(known)
+            self._sweep_at = 2 * len(self.calls) + 64
+        self.calls.add(ref)
+
+
+@functools.cache
+def _finalizers() -> _Finalizers:
+    return _Finalizers()
+
+
+def when_collected(holder: object, call: Callable[[], object]) -> None:
+    """Call ``call``, which must be written in C, when ``holder`` is collected."""
+    ref = _Ref(holder, methodcaller("call"))
+    ref.call = call
+    _finalizers().add(ref)
+
+
+def keep_while(holder: object, value: object) -> None:
+    """Keep ``value`` until ``holder`` is collected."""
+    kept = _finalizers().kept
+    kept[_Ref(holder, kept.pop)] = value
