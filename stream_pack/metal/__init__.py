@@ -1,7 +1,8 @@
 """Packs as MTLBuffers: :func:`open` returns the buffer and offset of each tensor, and nothing is copied.
 
 * ``weights``, ``views``: the public entry point; tensors as Metal binds them.
-* ``device``, ``objc``: the GPU and its buffers; the Objective-C runtime, through ctypes.
+* ``device``, ``objc``, ``finalizers``: the GPU and its buffers; the Objective-C runtime, through ctypes; what happens
+  when they are collected.
 * ``rules``, ``plan``: what Metal requires, as arithmetic; how a Mac will use a pack, predicted on any machine.
 * ``interop``: the same tensors in PyTorch, MLX and pyobjc.
 

@@ -16,10 +16,10 @@ import weakref
 from collections.abc import Callable
 from operator import methodcaller
 
-__all__ = ["keep_while", "when_collected"]
+__all__ = ["Finalizer", "cancel", "keep_while", "when_collected"]
 
 
-class _Ref(weakref.ref[object]):
+class Finalizer(weakref.ref[object]):
     """A weak reference that is a key of its own, whether or not its object can be hashed."""
 
     __slots__ = ("call",)
@@ -32,14 +32,14 @@ class _Finalizers:
     """``calls``: references whose object, when it is collected, has its ``call`` called; ``kept``: what others keep."""
 
     def __init__(self) -> None:
-        self.kept: dict[_Ref, object] = {}
-        self.calls: set[_Ref] = set()
+        self.kept: dict[Finalizer, object] = {}
+        self.calls: set[Finalizer] = set()
         self._sweep_at = 64
         # A reference that is gone itself does nothing when its object goes.
         atexit.register(self.calls.clear)
         os.register_at_fork(after_in_child=self.calls.clear)
 
-    def add(self, ref: _Ref) -> None:
+    def add(self, ref: Finalizer) -> None:
         if len(self.calls) >= self._sweep_at:
             for known in self.calls.copy():
                 if known() is None:
@@ -53,14 +53,20 @@ def _finalizers() -> _Finalizers:
     return _Finalizers()
 
 
-def when_collected(holder: object, call: Callable[[], object]) -> None:
+def when_collected(holder: object, call: Callable[[], object]) -> Finalizer:
     """Call ``call``, which must be written in C, when ``holder`` is collected."""
-    ref = _Ref(holder, methodcaller("call"))
+    ref = Finalizer(holder, methodcaller("call"))
     ref.call = call
     _finalizers().add(ref)
+    return ref
+
+
+def cancel(finalizer: Finalizer) -> None:
+    """Undo :func:`when_collected`, as soon as the caller has dropped ``finalizer``."""
+    _finalizers().calls.discard(finalizer)
 
 
 def keep_while(holder: object, value: object) -> None:
     """Keep ``value`` until ``holder`` is collected."""
     kept = _finalizers().kept
-    kept[_Ref(holder, kept.pop)] = value
+    kept[Finalizer(holder, kept.pop)] = value

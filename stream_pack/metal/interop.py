@@ -11,7 +11,8 @@ import ctypes
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from stream_pack.errors import MetalUnavailable, UnsupportedDtype
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device
-from stream_pack.metal.finalizers import keep_while
+from stream_pack.metal.finalizers import Finalizer, cancel, keep_while, when_collected
 from stream_pack.metal.views import MetalView
 from stream_pack.reader.tensors import torch_form
 from stream_pack.text import quoted
@@ -78,15 +79,25 @@ class _DLManagedTensor(ctypes.Structure):
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
 
 
+class _Lease:
+    """What a DLPack structure keeps: the buffer, and its own memory."""
+
+    __slots__ = ("__weakref__", "buffer", "freed")
+
+    def __init__(self, buffer: Buffer, free: Callable[[], object]) -> None:
+        self.buffer = buffer
+        self.freed: Finalizer | None = when_collected(self, free)
+
+
 class _Lent:
-    """What other libraries hold: DLPack structures.  ``held`` has the buffer and the memory of each, by its address.
+    """What other libraries hold: DLPack structures.  ``held`` has what each of them keeps, by its address.
 
     Like the registry of :mod:`stream_pack.metal.objc`, all of this is kept until the process ends, because another
     library may call it at any time to release a tensor; the call waits for Python's lock.
     """
 
     def __init__(self) -> None:
-        self.held: dict[int, tuple[Buffer, object]] = {}
+        self.held: dict[int, _Lease] = {}
         libc, api = ctypes.CDLL(None), ctypes.PyDLL(None)
         self._malloc, self._free = libc.malloc, libc.free
         self._malloc.argtypes, self._malloc.restype = (c_size_t,), c_void_p
@@ -94,6 +105,8 @@ class _Lent:
         self._new_capsule = api.PyCapsule_New
         self._new_capsule.argtypes = (c_void_p, c_void_p, c_void_p)
         self._new_capsule.restype = ctypes.py_object
+        self._get_pointer = api.PyCapsule_GetPointer
+        self._get_pointer.argtypes, self._get_pointer.restype = (ctypes.py_object, c_void_p), c_void_p
         self._is_valid, self._set_name = api.PyCapsule_IsValid, api.PyCapsule_SetName
         self._get_destructor, self._set_destructor = api.PyCapsule_GetDestructor, api.PyCapsule_SetDestructor
         self._get_destructor.argtypes, self._get_destructor.restype = (ctypes.py_object,), c_void_p
@@ -114,8 +127,9 @@ class _Lent:
         """A DLPack capsule of a tensor, valid until the ``with`` block ends.
 
         ``keep``: the buffer is kept until the deleter is called.  Otherwise the caller keeps it, and the deleter is C's
-        ``free``.  A deleter of Python's fails when it is called while an exception propagates, for example when a
-        temporary is dropped in ``f(temporary, 1 / 0)``.  For the same reason the capsule's destructor does nothing.
+        ``free``.  A deleter of Python's loses an exception that propagates while it is called, for example when a
+        temporary is dropped in ``f(temporary, 1 / 0)``, and Python may crash for want of it.  For the same reason the
+        capsule's destructor does nothing.
 
         A consumer that has taken the capsule either renames it or clears its destructor (nanobind, from 2.13 on).
 
@@ -147,7 +161,10 @@ class _Lent:
         shape = view.shape or (1,)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         dims = (c_int64 * (2 * len(shape)))(*shape, *strides)
-        address = self._allocate(ctypes.sizeof(_DLManagedTensor) + ctypes.sizeof(dims), buffer if keep else None)
+        allocated: int | None = self._malloc(ctypes.sizeof(_DLManagedTensor) + ctypes.sizeof(dims))
+        if allocated is None:
+            raise MemoryError
+        address = allocated
         dims_address = address + ctypes.sizeof(_DLManagedTensor)
         ctypes.memmove(dims_address, dims, ctypes.sizeof(dims))
         structure = _DLManagedTensor.from_address(address)
@@ -161,20 +178,24 @@ class _Lent:
             view.offset,
         )
         structure.manager_ctx = None
+        if keep:
+            self.held[address] = _Lease(buffer, functools.partial(self._free, address))
         structure.deleter = ctypes.cast(self._delete if keep else self._free, c_void_p)
         return address
 
-    def _allocate(self, nbytes: int, buffer: Buffer | None) -> int:
-        """Memory that is there until ``held`` loses its address; without a buffer to keep, until it is freed."""
-        if buffer is not None:
-            memory = (c_uint64 * -(-nbytes // 8))()
-            address = ctypes.addressof(memory)
-            self.held[address] = buffer, memory
-            return address
-        allocated: int | None = self._malloc(nbytes)
-        if allocated is None:
-            raise MemoryError
-        return allocated
+    def hand_over(self, capsule: object, producer: _Producer) -> None:
+        """Let ``producer`` keep the buffer of a capsule that was taken, and not the structure, which is only freed.
+
+        For a library that keeps the producer as long as the tensor.  It then calls nothing of Python's at the end.
+        """
+        address = self._get_pointer(capsule, self._used_name)
+        lease = self.held[address]
+        producer.buffer = lease.buffer
+        if lease.freed is not None:
+            cancel(lease.freed)
+            lease.freed = None
+        _DLManagedTensor.from_address(address).deleter = ctypes.cast(self._free, c_void_p)
+        del self.held[address]
 
     def _retire(self) -> None:
         """Remove the deleters: the interpreter that would run them is shutting down."""
@@ -190,8 +211,11 @@ def _lent() -> _Lent:
 class _Producer:
     """A capsule as an object of DLPack's Python protocol."""
 
+    __slots__ = ("__weakref__", "_capsule", "buffer")
+
     def __init__(self, capsule: object) -> None:
         self._capsule: object | None = capsule
+        self.buffer: Buffer | None = None
 
     def __dlpack__(self, *, dl_device: object = None, copy: bool | None = None, **ignored: object) -> object:
         if copy:
@@ -242,13 +266,19 @@ def to_mlx(view: MetalView) -> Any:
     """The tensor as an ``mlx.core.array``; needs an MLX whose ``from_dlpack`` takes Metal buffers.
 
     Copies: none.
-    Lifetime: the array keeps the buffer, the buffer keeps the memory.  Give the array a name: if it is dropped while an
-    exception propagates, as the temporary in ``f(to_mlx(view), 1 / 0)``, the exception is lost.
+    Lifetime: the array keeps the buffer, the buffer keeps the memory.
     Raises: UnsupportedDtype; MetalBufferError for a tensor of 0 bytes; ImportError without MLX.
     """
     mlx = importlib.import_module("mlx.core")
     with _lent().capsule(view) as capsule:
-        array = mlx.from_dlpack(_Producer(capsule), copy=False)
+        producer = _Producer(capsule)
+        array = mlx.from_dlpack(producer, copy=False)
+    # nanobind, with which MLX takes capsules, keeps the producer as long as the tensor (see its ndarray_dec_ref_free).
+    find = weakref.ref(producer)
+    del producer
+    kept = find()
+    if kept is not None:
+        _lent().hand_over(capsule, kept)
     return array if view.shape else array.reshape(())
 
 

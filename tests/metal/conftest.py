@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 import stream_pack
 from tests.metal.bench import KINDS, Bench, c_bench, compiler, native_bench, python_bench
+from tests.metal.consumers import load_consumer
 from tests.metal.standin import StandIn
 
 MIB = 1 << 20
@@ -30,6 +32,12 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     found.wait()
     assert found.violations() == []
     assert found.live() == before, "a test left buffers behind"
+
+
+@pytest.fixture(scope="session")
+def consumer(pytestconfig: pytest.Config) -> ModuleType:
+    """An extension that takes capsules with nanobind, as MLX does; it takes 3 seconds to build, once."""
+    return load_consumer(pytestconfig.cache.mkdir("consumer"))
 
 
 @pytest.fixture

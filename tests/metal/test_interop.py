@@ -1,8 +1,10 @@
 """Tensors handed to PyTorch, MLX and pyobjc without a copy.
 
 On Linux PyTorch takes a Metal capsule and makes an mps tensor of it, whose place can be told, but the process dies when
-it ends: in a process of its own, which leaves by os._exit.  MLX and pyobjc are stood in for by modules that note what
-they are called with.
+it ends: in a process of its own, which leaves by os._exit.  MLX takes the capsule, and only then refuses it, for want
+of Metal; for what it does on a Mac stands an extension that takes capsules by the same library, nanobind.  NumPy,
+PyTorch and MLX also take the same structures over the CPU's memory.  pyobjc is stood in for by modules that note what
+they are called with; test_pyobjc_metadata.py compares these with pyobjc's own metadata.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from ctypes import c_int32, c_int64, c_uint8, c_uint16, c_uint64, c_void_p
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -26,6 +30,7 @@ import stream_pack
 from stream_pack.errors import AlignmentError, MetalBufferError, MetalUnavailable, UnsupportedDtype
 from stream_pack.metal import Device, MetalView, Weights, interop
 from tests.metal.bench import Bench
+from tests.metal.consumers import require
 from tests.metal.standin import StandIn
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -71,6 +76,11 @@ def take(capsule: object) -> DLManagedTensor:
     return DLManagedTensor.from_address(pointer)
 
 
+def run_python(*arguments: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
 @pytest.fixture
 def weights(standin: StandIn, pack_path: Path) -> Iterator[Weights]:
     with stream_pack.metal.open(pack_path, device=Device.default(standin.runtime)) as weights:
@@ -78,23 +88,17 @@ def weights(standin: StandIn, pack_path: Path) -> Iterator[Weights]:
 
 
 @pytest.fixture
-def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DLManagedTensor]]:
-    """What mlx.core.from_dlpack has taken, and has not given back."""
-    taken: list[DLManagedTensor] = []
-    core = ModuleType("mlx.core")
-
-    def from_dlpack(producer: Any, *, copy: bool | None) -> object:
-        assert copy is False
-        assert producer.__dlpack_device__() == (8, 0)
-        taken.append(take(producer.__dlpack__(stream=None, dl_device=(8, 0), copy=False)))
-        return SimpleNamespace(reshape=lambda shape: ("reshaped", shape))
-
-    core.from_dlpack = from_dlpack  # type: ignore[attr-defined]
+def mlx(consumer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What stands for MLX on a Mac."""
     monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
-    monkeypatch.setitem(sys.modules, "mlx.core", core)
-    yield taken
-    for tensor in taken:
-        Deleter(tensor.deleter)(ctypes.addressof(tensor))
+    monkeypatch.setitem(sys.modules, "mlx.core", consumer)
+    return consumer
+
+
+def held() -> int:
+    """How many tensors other libraries hold."""
+    gc.collect()
+    return len(interop._lent().held)
 
 
 @pytest.mark.parametrize(
@@ -108,33 +112,56 @@ def mlx(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[DLManagedTensor]]:
     ],
 )
 def test_a_capsule_says_which_buffer_and_where_in_it(
-    weights: Weights, mlx: list[DLManagedTensor], arrays: Arrays, name: str, code: int, bits: int,
+    weights: Weights, mlx: ModuleType, arrays: Arrays, name: str, code: int, bits: int,
     shape: list[int], strides: list[int],
 ) -> None:  # fmt: skip
     view = weights[name]
     array = interop.to_mlx(view)
     if not arrays[name].shape:
-        assert array == ("reshaped", ())
-    tensor = mlx[0].tensor
-    assert tensor.data == view.buffer.pointer
-    assert (tensor.device_type, tensor.device_id) == (8, 0)
-    assert (tensor.code, tensor.bits, tensor.lanes) == (code, bits, 1)
-    assert tensor.shape[: tensor.ndim] == shape
-    # PyTorch looks at byte_offset only beside strides.
-    assert tensor.strides[: tensor.ndim] == strides
-    assert tensor.byte_offset == view.offset
+        array, reshaped = array
+        assert reshaped == ()
+    assert array.data == view.buffer.pointer
+    assert array.device == (8, 0)
+    assert array.dtype == (code, bits, 1)
+    assert array.shape == shape
+    assert array.strides == strides
+    assert array.byte_offset == view.offset
 
 
-def test_who_takes_a_capsule_keeps_the_buffer_until_its_deleter_is_called(
-    standin: StandIn, weights: Weights, mlx: list[DLManagedTensor]
+def test_strides_are_said_because_pytorch_looks_at_the_offset_only_beside_them(weights: Weights) -> None:
+    with interop._lent().capsule(weights["head"]) as capsule:
+        tensor = take(capsule).tensor
+        assert tensor.strides[:2] == [2048, 1]
+        interop._lent().held.clear()
+
+
+def test_an_array_keeps_its_buffer_and_the_file_mapped_and_lets_go_once(
+    standin: StandIn, weights: Weights, mlx: ModuleType
 ) -> None:
-    interop.to_mlx(weights["head"])
-    taken = mlx.pop()
+    before = held()
+    array = interop.to_mlx(weights["head"])
     weights.__exit__(None, None, None)
     gc.collect()
     assert standin.live() == 1
-    Deleter(taken.deleter)(ctypes.addressof(taken))
-    assert standin.live() == 0
+    del array
+    assert (held(), standin.live()) == (before, 0)
+    assert standin.violations == []
+
+
+def test_a_thousand_arrays_in_four_threads_are_all_given_back(weights: Weights, mlx: ModuleType) -> None:
+    before = held()
+
+    def work() -> None:
+        for _ in range(50):
+            kept = [interop.to_mlx(weights[name]) for name in ("embedding", "bias", "ids", "head", "mask")]
+            assert len({array.byte_offset for array in kept}) == 5
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert held() == before
 
 
 def test_a_capsule_that_nobody_took_lets_the_buffer_go_and_cannot_be_taken_later(
@@ -148,19 +175,190 @@ def test_a_capsule_that_nobody_took_lets_the_buffer_go_and_cannot_be_taken_later
         take(capsule)
 
 
+def test_a_capsule_that_was_taken_cannot_be_taken_again(weights: Weights, consumer: ModuleType) -> None:
+    before = held()
+    with interop._lent().capsule(weights["head"]) as capsule:
+        producer = interop._Producer(capsule)
+        array = consumer.from_dlpack(producer)
+        with pytest.raises(BufferError, match="given once"):
+            producer.__dlpack__()
+    with pytest.raises(ValueError, match="incorrect name"):
+        take(capsule)
+    del array
+    assert held() == before
+
+
+def test_a_capsule_itself_can_be_taken_too(weights: Weights, consumer: ModuleType) -> None:
+    # nanobind renames one that it did not ask for.
+    before = held()
+    with interop._lent().capsule(weights["head"]) as capsule:
+        array = consumer.from_dlpack(capsule)
+    assert held() == before + 1
+    del array
+    assert held() == before
+
+
+def asks_twice(consumer: ModuleType, producer: Any) -> object:
+    array = consumer.from_dlpack(producer)
+    return array, producer.__dlpack__()
+
+
+CONSUMERS: dict[str, tuple[Callable[[ModuleType, Any], object], type[Exception]]] = {
+    "has taken it": (lambda consumer, producer: consumer.refuse(producer, copy=False), ValueError),
+    "looks at the device": (lambda consumer, producer: np.from_dlpack(producer), BufferError),
+    "only asked": (lambda consumer, producer: producer.__dlpack__() and 1 / 0, ZeroDivisionError),
+    "asks twice": (asks_twice, BufferError),
+    "asks for a copy": (lambda consumer, producer: producer.__dlpack__(copy=True), BufferError),
+}
+
+
+@pytest.mark.parametrize("when", CONSUMERS)
 def test_a_library_that_refuses_a_capsule_says_why_and_keeps_nothing(
-    standin: StandIn, weights: Weights, monkeypatch: pytest.MonkeyPatch
+    standin: StandIn, weights: Weights, consumer: ModuleType, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    # NumPy drops the capsule while its error is on its way.
+    take_it, error = CONSUMERS[when]
     monkeypatch.setitem(sys.modules, "mlx", ModuleType("mlx"))
-    core = SimpleNamespace(from_dlpack=lambda producer, *, copy: np.from_dlpack(producer))
+    core = SimpleNamespace(from_dlpack=lambda producer, *, copy: take_it(consumer, producer))
     monkeypatch.setitem(sys.modules, "mlx.core", core)
-    before = dict(interop._lent().buffers)
-    with pytest.raises((BufferError, RuntimeError), match="(?i)device"):
+    before = held()
+    # NumPy before 2.1 raises a RuntimeError.
+    with pytest.raises((error, RuntimeError)):
         interop.to_mlx(weights["head"])
-    assert interop._lent().buffers == before
+    assert held() == before
     weights.close()
     assert standin.live() == 0
+
+
+TEMPORARY = """
+import gc, sys
+from pathlib import Path
+import stream_pack.metal
+from stream_pack.metal import Device, interop
+from tests.metal.consumers import load_consumer
+from tests.metal.standin import StandIn
+
+sys.modules["mlx"] = sys.modules["mlx.core"] = load_consumer(Path(sys.argv[2]))
+standin = StandIn()
+weights = stream_pack.metal.open(sys.argv[1], device=Device.default(standin.runtime))
+for name in ("embedding", "scale", "head") * 50:
+    try:
+        [interop.to_mlx(weights[name]), 1 / 0]
+    except ZeroDivisionError:
+        pass
+weights.close()
+assert (standin.live(), standin.violations, interop._lent().held) == (0, [], {})
+print("done")
+"""
+
+
+def test_a_temporary_array_that_an_exception_drops_gives_its_buffer_back_and_the_exception_arrives(
+    pack_path: Path, mlx: ModuleType, pytestconfig: pytest.Config
+) -> None:
+    result = run_python("-X", "dev", "-c", TEMPORARY, pack_path, pytestconfig.cache.mkdir("consumer"))
+    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
+
+
+MLX = """
+import gc, sys
+import mlx.core
+import stream_pack.metal
+from stream_pack.metal import Device, interop
+from tests.metal.standin import StandIn
+
+standin = StandIn()
+with stream_pack.metal.open(sys.argv[1], device=Device.default(standin.runtime)) as weights:
+    for name in ("embedding", "scale", "bias", "ids", "head", "mask") * 20:
+        try:
+            interop.to_mlx(weights[name])
+        except ValueError as error:
+            assert str(error) == "Metal DLPack import is not available.", error
+        else:
+            raise AssertionError(name)
+    try:
+        interop.to_mlx(weights["head"])
+    except ValueError:
+        pass
+    weights.close()
+gc.collect()
+assert interop._lent().held == {}
+assert (standin.live(), standin.violations) == (0, [])
+assert mlx.core.zeros(1).reshape(()).shape == ()  # as to_mlx makes a tensor without dims
+print("done")
+"""
+
+
+@pytest.mark.skipif(on_a_mac, reason="there MLX has Metal: see below")
+def test_mlx_without_metal_says_so_and_everything_is_given_back(pack_path: Path) -> None:
+    require("mlx")
+    # Freed memory is overwritten, so that a second use of it is seen.
+    environment = {**os.environ, "MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3"}
+    result = run_python("-c", MLX, pack_path, env=environment)
+    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
+
+
+ON_THE_CPU = """
+import gc, importlib, sys
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np
+import stream_pack
+from stream_pack.metal import MetalView, interop
+from tests.metal.consumers import load_consumer
+
+interop.KDL_METAL = 1  # kDLCPU: the same structures, over memory that anybody can read
+held = interop._lent().held
+
+class Memory:  # in place of an MTLBuffer
+    def __init__(self, address):
+        self.pointer = address
+
+def view_of(pack, name):
+    whole = np.frombuffer(pack[name].raw(), np.uint8)
+    address = whole.__array_interface__["data"][0]
+    offset = address % 4096
+    found = pack[name]
+    return MetalView(name, found.dtype, found.shape, found.nbytes, offset, Memory(address - offset), None)
+
+def same(array, name):
+    return np.array_equal(np.asarray(array), pack[name].numpy())
+
+library = sys.argv[2]
+takes = {
+    "numpy": lambda producer: np.from_dlpack(producer),
+    "torch": lambda producer: importlib.import_module("torch").from_dlpack(producer),
+    "mlx": lambda producer: importlib.import_module("mlx.core").from_dlpack(producer),
+    "consumer": lambda producer: load_consumer(Path(sys.argv[3])).from_dlpack(producer),
+}[library]
+with stream_pack.open(sys.argv[1]) as pack:
+    for name in ("embedding", "bias", "ids", "head", "mask"):
+        view = view_of(pack, name)
+        with interop._lent().capsule(view) as capsule:
+            array = takes(interop._Producer(capsule))
+        gc.collect()
+        assert len(held) == (library != "mlx"), (name, held)  # MLX copies memory of the CPU's
+        if library == "consumer":
+            assert array.data + array.byte_offset == view._buffer.pointer + view.offset
+        else:
+            assert same(array, name), name
+        del array
+        gc.collect()
+        assert held == {}, name
+print("done")
+"""
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.slow), "mlx", "consumer"])
+def test_libraries_that_read_the_cpus_memory_read_the_tensor_and_give_it_back(
+    pack_path: Path, library: str, request: pytest.FixtureRequest, pytestconfig: pytest.Config
+) -> None:
+    if library == "consumer":
+        request.getfixturevalue("consumer")
+    elif library == "mlx":
+        require("mlx")
+    folder = pytestconfig.cache.mkdir("consumer")
+    environment = {**os.environ, "MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3"}
+    result = run_python("-c", ON_THE_CPU, pack_path, library, folder, env=environment)
+    assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
 
 def test_a_copy_is_not_what_is_lent_nor_is_memory_of_the_cpus(weights: Weights) -> None:
@@ -173,19 +371,18 @@ def test_a_copy_is_not_what_is_lent_nor_is_memory_of_the_cpus(weights: Weights) 
         assert producer.__dlpack__(dl_device=(8, 0)) is capsule
 
 
-def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(
-    standin: StandIn, tmp_path: Path, mlx: list[DLManagedTensor]
-) -> None:
+def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(standin: StandIn, tmp_path: Path, mlx: ModuleType) -> None:
+    before = held()
     stream_pack.save_file({"w": np.ones(3)}, tmp_path / "p")
     device = Device.default(standin.runtime)
     with stream_pack.metal.open(tmp_path / "p", device=device) as weights:
         for hand in (interop.to_mlx, interop.to_torch, interop.mps_graph_feed):
             with pytest.raises(UnsupportedDtype, match="'w' has the dtype 'float64'"):
                 hand(weights["w"])
-    assert mlx == []
+    assert held() == before
 
 
-def test_a_tensor_without_bytes_cannot_be_an_mlx_array(weights: Weights, mlx: list[DLManagedTensor]) -> None:
+def test_a_tensor_without_bytes_cannot_be_an_mlx_array(weights: Weights, mlx: ModuleType) -> None:
     with pytest.raises(MetalBufferError, match="has no bytes"):
         interop.to_mlx(weights["empty"])
 
@@ -266,9 +463,7 @@ os._exit(0)
 
 @pytest.mark.skipif(on_a_mac, reason="the real PyTorch would use the stand-in's buffers")
 def test_torch_takes_every_tensor_with_its_offset_and_keeps_the_buffer(pack_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", TORCH, pack_path], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = run_python("-c", TORCH, pack_path)
     assert (result.stdout, result.stderr, result.returncode) == ("done\n", "", 0)
 
 
@@ -291,9 +486,7 @@ with interop._lent().capsule(weights["head"]) as capsule:
 
 
 def test_at_exit_what_others_still_hold_is_left_to_them_without_a_deleter(pack_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", EXIT, pack_path], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = run_python("-X", "dev", "-c", EXIT, pack_path)
     assert (result.stdout, result.stderr) == ("deleter None live 1\n", "")
     assert result.returncode == 0
 

@@ -85,7 +85,9 @@ def test_a_buffer_is_released(
     closes(bench, weights)
 
 
-def test_a_view_that_outlives_the_weights_unmaps_the_file(bench: Bench, weights: Weights, interrupted: Interrupted) -> None:
+def test_a_view_that_outlives_the_weights_unmaps_the_file(
+    bench: Bench, weights: Weights, interrupted: Interrupted
+) -> None:
     view = weights["head"]
     token = view.buffer.token
     held: list[object] = [view]
