@@ -67,6 +67,10 @@ class StreamPackError(Exception):
         # KeyError, one of the builtins derived from below, would show the repr of its argument.
         return str(self.args[0])
 
+    def extended(self, text: str) -> StreamPackError:
+        """The same error with ``text`` at the end of its message."""
+        return type(self)(f"{self}{text}", **self._attributes)
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.args[0], self._attributes))
 

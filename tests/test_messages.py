@@ -26,7 +26,7 @@ NUMBERS = {
 OWN_WORDS = {
     # Put together of quoted names and of our own words, in the same function or by one that is looked at too.
     "also", "below", "hint", "named_by", "reason", "users", "what", "where", "which", "why", "of", "more",
-    "chosen.where", "_keys()", "_looks_like()", "what_it_is()", "self._users()", "self._what", "refusals", "fault",
+    "chosen.where", "_keys()", "_looks_like()", "what_it_is()", "self._users()", "self._what", "fault",
     "describe()", "describe_start()", "much", "text",
     # Names from our own tables.
     "label", "kind", "kind.name", "traits.kind", "raw", "DTYPES.name", "IDENTIFIER.decode()",

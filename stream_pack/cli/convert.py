@@ -77,7 +77,8 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
         "A flat state dict is used as is. In a nested checkpoint, the dict under state_dict, model or "
         "model_state_dict is used if exactly one of these keys holds tensors; otherwise --key must choose one.",
     )
-    text = "use what is under this key; a.b, or --key a --key b, means b inside a; . means everything"
+    text = "use what is under this key; a.b, or --key a --key b, means b inside a; . means everything; the items of "
+    text += "lists, and keys that are numbers, are given as numbers: optimizer.state.0"
     add_option(group, "--key", "KEY", text, repeated=True)
     text = "print which keys hold tensors, how many and how large, and write nothing"
     add_flag(group, "--list-keys", text=text)
@@ -91,7 +92,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         "Globs (*, ?, [...]) match whole tensor names of the source. All but --order can be repeated.",
     )
     add_option(group, "--include", "GLOB", "take only tensors that match", repeated=True)
-    add_option(group, "--exclude", "GLOB", "leave out tensors that match", repeated=True)
+    add_option(group, "--exclude", "GLOB", "leave out tensors that match; they are not judged", repeated=True)
     text = "replace the first match of a Python regular expression in each name; a g at the end replaces every match"
     add_option(group, "--rename", "s/REGEX/NEW/", text, repeated=True)
     text = "cast floats to f16, bf16, f32 or f64, or those that match GLOB, and float8 that does; keep instead of a "

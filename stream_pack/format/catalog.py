@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import LimitError, SourceError, UnsupportedTensorError
-from stream_pack.format.dtypes import BITS, DTYPES
+from stream_pack.errors import LimitError, SourceError, StreamPackError, UnsupportedTensorError
+from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
@@ -36,6 +36,9 @@ class Catalog:
     source has, where they are to be cast to ``dtypes`` on the way.  ``metadata`` and ``notes`` (tensor, key, value) go
     into the pack as they are.
 
+    ``refused``: rows that only hold a place, because no pack can hold what the source has under that name, with the
+    error to raise if one of them is taken.  Two of these may have one name.
+
     Units: bytes; ``starts`` counts from the storage's first byte.
     """
 
@@ -50,6 +53,7 @@ class Catalog:
     source_dtypes: NDArray[np.uint8] | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: Sequence[tuple[int, str, str]] = ()
+    refused: Mapping[int, StreamPackError] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -88,11 +92,16 @@ def tensor_nbytes(name: str, dtype: int, shape: Sequence[int]) -> int:
     return 0 if 0 in shape else nbytes
 
 
+_PLACE = BY_NAME["uint8"]
+"""The dtype of a row that only holds a place."""
+
+
 class CatalogBuilder:
     """Collects tensors one by one into columns (about 40 bytes a tensor beside its name)."""
 
     def __init__(self) -> None:
-        self._names: dict[str, int] = {}
+        self._names: list[str] = []
+        self._known: set[str] = set()
         self._dtypes = array("B")
         self._dims = array("q")
         self._dims_ends = array("q")
@@ -101,6 +110,7 @@ class CatalogBuilder:
         self._starts = array("q")
         self._derived: dict[int, tuple[int, int, int]] = {}
         self._notes: list[tuple[int, str, str]] = []
+        self._refused: dict[int, StreamPackError] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -122,7 +132,7 @@ class CatalogBuilder:
 
         Raises: SourceError for a name met before or one that is not Unicode text; as :func:`tensor_nbytes`.
         """
-        if name in self._names:
+        if name in self._known:
             raise SourceError(f"two tensors are named {quoted(name)}: rename one of them")
         try:
             name.encode()
@@ -139,14 +149,23 @@ class CatalogBuilder:
         nbytes = tensor_nbytes(name, dtype, shape)
         if notes:
             self._notes.extend((len(self._names), key, value) for key, value in notes.items())
-        self._names[name] = len(self._names)
+        self._known.add(name)
+        self._append(name, dtype, shape, nbytes, storage=storage, start=start)
+        return nbytes
+
+    def refuse(self, name: str, error: StreamPackError) -> None:
+        """Append a row for what no pack can hold; ``error`` is raised if it is taken."""
+        self._refused[len(self._names)] = error.with_traceback(None)  # which would keep all that it passed alive
+        self._append(name, _PLACE, (0,), 0, storage=0, start=0)
+
+    def _append(self, name: str, dtype: int, shape: Sequence[int], nbytes: int, *, storage: int, start: int) -> None:
+        self._names.append(name)
         self._dtypes.append(dtype)
         self._dims.extend(shape)
         self._dims_ends.append(len(self._dims))
         self._nbytes.append(nbytes)
         self._storages.append(storage)
         self._starts.append(start)
-        return nbytes
 
     def derive(self, storage: int, *, of: int, begin: int, end: int) -> None:
         """Declare ``storage`` as derived from bytes ``[begin, end)`` of the source's own storage ``of``."""
@@ -165,4 +184,5 @@ class CatalogBuilder:
             storages_nbytes=storages_nbytes,
             metadata=dict(metadata or {}),
             notes=tuple(self._notes),
+            refused=self._refused,
         )

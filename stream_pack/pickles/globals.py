@@ -20,7 +20,7 @@ from stream_pack.pickles.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
 from stream_pack.pickles.unpickler import Callee, Opaque, malformed
 from stream_pack.text import quoted
 
-__all__ = ["TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable"]
+__all__ = ["TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable", "of_dtype"]
 
 MAX_NUMBER = 2**63 - 1
 """torch counts in signed 64-bit integers."""
@@ -197,13 +197,18 @@ def _tensor(
     conj, neg = _bits(metadata)
     number = BY_TORCH.get(dtype or "uint8")
     if number is None:
-        return Unpackable(f"of dtype {quoted(f'torch.{dtype}')}", "convert it to a dtype that packs hold")
+        return of_dtype(dtype or "uint8")
     if storage.begin or storage.end < storage.storage.numel:
         last = offset + sum((dim - 1) * stride for dim, stride in zip(shape, strides))
         if 0 not in shape and not 0 <= last < storage.end - storage.begin:
             raise malformed("a tensor that reaches beyond its view of a storage")
         offset += storage.begin
     return Tensor(storage.storage, number, offset, shape, strides, conj, neg)
+
+
+def of_dtype(dtype: str) -> Unpackable:
+    """A tensor of a dtype that no pack holds; ``dtype`` is torch's name for it."""
+    return Unpackable(f"of dtype {quoted(f'torch.{dtype}')}", "convert it to a dtype that packs hold")
 
 
 def _ints(values: object) -> bool:

@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.errors import OptionError, UnsupportedCheckpointError
-from stream_pack.pickles.globals import Tensor, Unpackable
-from stream_pack.pickles.state_dict import Flatten, StateDict, holds_tensors, shown_pickled, what_it_is
+from stream_pack.pickles.contents import is_name
+from stream_pack.pickles.state_dict import (
+    Flatten,
+    StateDict,
+    as_tensor,
+    holds_tensors,
+    shown_pickled,
+    what_it_is,
+)
 from stream_pack.pickles.tensor_names import MAX_DEPTH, NamedTensors
+from stream_pack.pickles.unpickler import OddKey
+from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.text import MAX_LISTED, listed, quoted
 
 __all__ = ["MODELS", "WHOLE", "Key", "choose", "flattening"]
@@ -23,39 +32,32 @@ Key: TypeAlias = "str | Sequence[str] | None"
 """Where to look: steps, or a text of steps joined by dots (a key that holds dots itself comes first); ``"."``: the
 whole checkpoint; None: by the rule above."""
 
+MAX_DIGITS = 2500
+"""Digits of a number in a key: those of the largest that a pickle may hold."""
+
 MODELS = ("state_dict", "model", "model_state_dict")
 """The keys under which training loops keep the model beside its optimizer."""
 
 WHOLE = "."
 
 
-def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
+def flattening(key: Key = None, *, ignore_unknown: bool = False, watch: MemoryWatch = UNLIMITED) -> Flatten:
     """The function that finds the tensors below ``key`` in a pickle's value.
 
     ``ignore_unknown``: leave out, and mention, objects that only code could rebuild, and whatever they hold.  Without
-    it their presence anywhere in the pickle is a refusal.
+    it those below ``key`` are refused, if they are taken; elsewhere they are only mentioned.  ``watch`` limits the
+    memory for names.
 
     Raises: OptionError for an invalid key.
-    Raises (the function): UnsupportedCheckpointError, naming the tensors, keys or objects in question.
+    Raises (the function): UnsupportedCheckpointError, naming the tensors or keys in question; LimitError.
     """
 
     _check(key)
 
     def flatten(value: object, unknown: Collection[str]) -> StateDict:
-        clean: set[int] = set()
-        chosen = choose(value, key, clean)
+        chosen = choose(value, key, set())
         if not isinstance(chosen.value, dict | list | tuple) or chosen.unnamed:
             raise _refused(f"the checkpoint is {what_it_is(chosen.value)}", unknown)
-        found = NamedTensors(clean)
-        if not chosen.nested:
-            found.collect(chosen.value)
-        if found.refused:
-            raise _refused(listed(found.refused, separator="; ", show=str), unknown)
-        if unknown and not ignore_unknown:
-            raise UnsupportedCheckpointError(
-                f"loading the checkpoint would run code, because it names {listed(unknown)}; leave them out with "
-                "--ignore-unknown (ignore_unknown=True), or save a state dict of tensors only"
-            )
         if chosen.nested:
             where = f"below {chosen.where} " if chosen.path else ""
             raise UnsupportedCheckpointError(
@@ -63,18 +65,14 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False) -> Flatten:
                 f"{listed(map(shown_pickled, chosen.nested), show=str)} (its keys: {_keys(chosen.value)}); choose with "
                 f"--key (key=), {shown_pickled(WHOLE)} for all of it, or look at them with --list-keys"
             )
-        if found.objects and not ignore_unknown:
-            raise UnsupportedCheckpointError(
-                "tensors are inside objects other than dicts, lists and tuples: below "
-                f"{listed(found.objects, show=str)}; leave them out with --ignore-unknown (ignore_unknown=True), or "
-                "save them under names of their own"
-            )
-        if chosen.value and not found.tensors:
+        found = NamedTensors(chosen.value, unknown, ignore_unknown=ignore_unknown, watch=watch)
+        if chosen.value and not found.tensors and not found.refused:
             raise UnsupportedCheckpointError(
                 f"the checkpoint holds no tensors{f' below {chosen.where}' if chosen.path else ''}; its keys: "
                 f"{_keys(chosen.value)}"
             )
-        return StateDict(found.tensors, found.ignored, remarks=(*chosen.remarks(), *found.remarks(unknown)))
+        remarks = (*chosen.remarks(), *found.remarks(unknown))
+        return StateDict(found.tensors, found.ignored, refused=found.refused, remarks=remarks)
 
     return flatten
 
@@ -121,7 +119,7 @@ def choose(value: object, key: Key, clean: set[int]) -> Chosen:
         raise UnsupportedCheckpointError(
             f"the checkpoint has nothing under the key {shown_pickled(text)}; its keys: {_keys(value)}"
         )
-    if isinstance(found[0], Tensor | Unpackable) and path:
+    if path and as_tensor(found[0]) is not None:
         raise UnsupportedCheckpointError(
             f"the key {shown_pickled('.'.join(path))} is a single tensor: give --key (key=) its parent and "
             "select it with --include (include=)"
@@ -165,9 +163,7 @@ def _holds_plainly(value: object, clean: set[int]) -> bool:
 def _with_tensors(value: dict[object, object], clean: set[int], *, but: str) -> list[object]:
     """A few keys, other than ``but``, of tensors or of what holds some."""
     return _some(
-        key
-        for key, item in value.items()
-        if key != but and (isinstance(item, Tensor | Unpackable) or holds_tensors(item, clean))
+        key for key, item in value.items() if key != but and (as_tensor(item) is not None or holds_tensors(item, clean))
     )
 
 
@@ -198,8 +194,8 @@ def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
     for step in path:
         if type(value) is dict and step in value:
             value = value[step]
-        elif type(value) is dict and _is_index(step) and int(step) in value:
-            value = value[int(step)]  # an optimizer numbers its parameters
+        elif type(value) is dict and (found := _under_number(value, step)) is not None:
+            (value,) = found
         elif isinstance(value, list | tuple) and _is_index(step) and int(step) < len(value):
             value = value[int(step)]
         else:
@@ -207,8 +203,19 @@ def _at(value: object, path: Iterable[str]) -> tuple[object] | None:
     return (value,)
 
 
+def _under_number(value: dict[object, object], step: str) -> tuple[object] | None:
+    """What a dict holds under a number, as an optimizer numbers its parameters; in a tuple, None if there is none."""
+    if not _is_index(step.removeprefix("-")) or step == "-0":
+        return None
+    number = int(step)
+    for key in value:  # True is 1 to a dict, and large numbers are not hashed
+        if is_name(key) and (key.key if isinstance(key, OddKey) else key) == number:
+            return (value[key],)
+    return None
+
+
 def _is_index(step: str) -> bool:
-    return step.isascii() and step.isdecimal() and len(step) < 10 and step == str(int(step))
+    return step.isascii() and step.isdecimal() and len(step) <= MAX_DIGITS and (step == "0" or step[0] != "0")
 
 
 def _keys(value: object) -> str:

@@ -5,32 +5,51 @@ Nothing here recurses over what a file nests, and no message grows with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from stream_pack.errors import StreamPackError
 from stream_pack.pickles.globals import Tensor, TypedStorage, Unpackable
 from stream_pack.pickles.unpickler import Callee, OddKey, Opaque
 from stream_pack.text import quoted, shown
 
-__all__ = ["Flatten", "StateDict", "holds_tensors", "leaves", "shown_pickled", "what_it_is"]
+__all__ = ["Flatten", "StateDict", "as_tensor", "holds_tensors", "leaves", "parts_of", "shown_pickled", "what_it_is"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateDict:
     """Tensors by name, in the order of the pickle; ``ignored`` counts the values beside them that are no tensors.
 
-    ``warnings`` and ``remarks``: what the user should know of how they were found.
+    ``refused``: what else has a name, and the error to raise if it is taken.  ``warnings`` and ``remarks``: what the
+    user should know of how they were found.
     """
 
     tensors: dict[str, Tensor]
     ignored: int
+    refused: Sequence[tuple[str, StreamPackError]] = ()
     warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
 
 Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
 """From the value of a pickle, and the unknown names in it, to its tensors."""
+
+
+def as_tensor(item: object) -> Tensor | Unpackable | TypedStorage | None:
+    """``item`` if it is a tensor, or something of torch's that holds elements; else None."""
+    return item if isinstance(item, Tensor | Unpackable | TypedStorage) else None
+
+
+def parts_of(item: object, *, inside_objects: bool = True) -> Iterable[object]:
+    """What ``item`` holds, keys among it; nothing of what is no container."""
+    if isinstance(item, dict):
+        return (*item.keys(), *item.values())
+    if isinstance(item, list | tuple):
+        return item
+    if isinstance(item, Opaque) and inside_objects:
+        return item.parts
+    return (item.key,) if isinstance(item, OddKey) else ()
 
 
 def leaves(
@@ -51,21 +70,12 @@ def leaves(
     found = False
     while todo:
         item = todo.pop()
-        if isinstance(item, Tensor | Unpackable | TypedStorage):
+        tensor = as_tensor(item)
+        if tensor is not None:
             found = True
-            yield item
+            yield tensor
             continue
-        if isinstance(item, dict):
-            inner: Iterable[object] = [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple):
-            inner = item
-        elif isinstance(item, Opaque) and inside_objects:
-            inner = item.parts
-        elif isinstance(item, OddKey):
-            inner = (item.key,)
-        else:
-            continue
-        for part in inner:
+        for part in parts_of(item, inside_objects=inside_objects):
             if isinstance(part, str | int | float) or id(part) in seen or id(part) in clean:
                 continue
             seen.add(id(part))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import UnsupportedTensorError
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.arrival import Arrival, one_after_another, one_pass
 from stream_pack.pipeline.spool import Spool
-from stream_pack.text import quoted
+from stream_pack.text import listed
 
 __all__ = ["Chunk", "Demand", "Piece", "Requests", "Source", "StreamOptions", "Traits", "Zeros"]
 
@@ -86,7 +85,6 @@ class Traits:
     ``chooses_order``: it can deliver the buffers in any order; a pipe cannot.
     ``held_nbytes``: memory that streaming takes beside its chunks, if that grows with the source.
     ``sparse``: it yields :class:`Zeros`, so a file may become longer than the free space of its disk.
-    ``refusals``: why tensors, by their rows in the catalog, cannot be packed, in words that follow "tensor 'name'".
     ``warnings``: what the pack may lack, a line each: what was left out although nobody asked for it.
     ``remarks``: how the source was read, a line each, which is nothing to worry about.  Both go into the report.
     """
@@ -95,7 +93,6 @@ class Traits:
     chooses_order: bool = True
     held_nbytes: int = 0
     sparse: bool = False
-    refusals: Mapping[int, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
 
@@ -141,14 +138,14 @@ class Source(abc.ABC):
         )
 
     def refuse(self, rows: Iterable[int]) -> None:
-        """Raises: UnsupportedTensorError for the first of these rows of the catalog that cannot be packed."""
-        refusals = self.traits.refusals
-        row = next((row for row in rows if row in refusals), None) if refusals else None
-        if row is not None:
-            name = self.catalog.names[row]
-            raise UnsupportedTensorError(
-                f"tensor {quoted(name)} {refusals[row]}: leave it out with --exclude (exclude=)", tensor=name
-            )
+        """Raises: the error of the first of these rows of the catalog that cannot be packed, naming the others."""
+        refused = self.catalog.refused
+        found = [row for row in rows if row in refused] if refused else []
+        if not found:
+            return
+        first, *others = found
+        also = f"; {listed(self.catalog.names[row] for row in others)} cannot be packed either" if others else ""
+        raise refused[first].extended(f", or leave it out with --exclude (exclude= of convert){also}")
 
     @abc.abstractmethod
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:

@@ -11,7 +11,14 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError
+from stream_pack.errors import (
+    LimitError,
+    SourceError,
+    StreamPackError,
+    TruncatedSourceError,
+    UnsupportedCheckpointError,
+    UnsupportedTensorError,
+)
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_SAFETENSORS
 from stream_pack.format.file_kinds import MAX_SAFETENSORS_HEADER_NBYTES
@@ -35,10 +42,14 @@ SHARDS_KEY = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One tensor of the header; ``begin`` and ``end`` count bytes from the data's first."""
+    """One tensor of the header; ``begin`` and ``end`` count bytes from the data's first.
+
+    ``dtype``: None if no pack has it.
+    """
 
     name: str
-    dtype: int
+    dtype: int | None
+    dtype_name: str
     shape: list[int]
     begin: int
     end: int
@@ -48,8 +59,10 @@ class SafetensorsSource(DataSectionSource):
     """The tensors of a safetensors file, by data offset, then name.
 
     Lifetime: owns ``stream``, positioned at the file's first byte.
-    Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, UnsupportedTensorError for a
-    dtype without a place in a pack, TruncatedSourceError; of a pipe's length, only :meth:`stream` can tell.
+    A tensor whose dtype has no place in a pack is refused if it is taken.
+
+    Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, TruncatedSourceError; of a pipe's
+    length, only :meth:`stream` can tell.
     """
 
     def __init__(self, stream: ByteStream, *, watch: MemoryWatch = UNLIMITED) -> None:
@@ -57,7 +70,14 @@ class SafetensorsSource(DataSectionSource):
         data_nbytes = _check_offsets(entries)
         builder = CatalogBuilder()
         for entry in entries:
-            nbytes = builder.add(entry.name, entry.dtype, entry.shape, storage=0, start=entry.begin)
+            if entry.dtype is None:
+                builder.refuse(entry.name, _unknown_dtype(entry))
+                continue
+            try:
+                nbytes = builder.add(entry.name, entry.dtype, entry.shape, storage=0, start=entry.begin)
+            except (SourceError, LimitError) as error:
+                builder.refuse(entry.name, error)
+                continue
             if nbytes != entry.end - entry.begin:
                 raise UnsupportedCheckpointError(
                     f"tensor {quoted(entry.name)} of shape {entry.shape} has {nbytes} bytes, but its data_offsets hold "
@@ -182,12 +202,14 @@ def _entry(name: str, value: object) -> _Entry:
             f"tensor {quoted(name)} in the safetensors header: expected a dtype, a shape of at most {MAX_RANK} "
             f"lengths, and two data_offsets, all numbers whole and from 0 to {MAX_NBYTES}"
         )
-    number = BY_SAFETENSORS.get(dtype)
-    if number is None:
-        raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has the safetensors dtype {quoted(dtype)}, which a pack cannot hold", tensor=name
-        )
-    return _Entry(name, number, shape, *offsets)
+    return _Entry(name, BY_SAFETENSORS.get(dtype), dtype, shape, *offsets)
+
+
+def _unknown_dtype(entry: _Entry) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"tensor {quoted(entry.name)} has the safetensors dtype {quoted(entry.dtype_name)}, which a pack cannot hold",
+        tensor=entry.name,
+    )
 
 
 def _are_lengths(values: object) -> TypeGuard[list[int]]:

@@ -68,16 +68,18 @@ def convert(
     pack here are the same, and a pack can be converted from one to another.
 
     ``key``: which dict of a nested torch.save checkpoint to take.  ``"a.b"`` or ``["a", "b"]`` means ``b`` inside
-    ``a``; if there is a key ``"a.b"``, it wins.  Items of lists, and keys that are numbers, are given as text:
-    ``"optimizer.state.0"``.  ``"."`` is the whole checkpoint.  By default a flat state dict is taken as it is; in a
-    nested checkpoint, the dict under ``state_dict``, ``model`` or ``model_state_dict`` is taken if exactly one of these
-    keys holds tensors, and the report says so; otherwise the checkpoint is refused.  Names below the chosen dict are
-    joined by dots.  :func:`stream_pack.list_keys` shows the choice.
+    ``a``; if there is a key ``"a.b"``, it wins.  Items of lists, and what a dict holds under a whole number, are called
+    by the number: ``"optimizer.state.0"``.  ``"."`` is the whole checkpoint.  By default a flat state dict is taken as
+    it is; in a nested checkpoint, the dict under ``state_dict``, ``model`` or ``model_state_dict`` is taken if exactly
+    one of these keys holds tensors, and the report says so; otherwise the checkpoint is refused.  Names below the
+    chosen dict are its keys and numbers joined by dots, ``"state.0.exp_avg"``.  :func:`stream_pack.list_keys` shows the
+    choice.
     ``ignore_unknown``: leave out objects that only code could rebuild, with all they contain; the report names them.
-    Without it they are refused.  Code of a checkpoint is never run.
+    Without it those that are taken are refused.  Code of a checkpoint is never run.
 
     ``include``, ``exclude``: globs over whole names of the source, case-sensitive.  A tensor is taken if it matches one
-    of ``include``, or there are none, and matches none of ``exclude``.
+    of ``include``, or there are none, and matches none of ``exclude``.  What ``key`` and these leave out is not judged:
+    only what is taken can be refused.
     ``rename``: ``"s/^module\.//"``, in the form of sed with Python's regular expressions (``g`` at the end: every match
     in a name), or a function from name to name; several are applied one after the other.
     ``dtype``: what float16, bfloat16, float32 and float64 are cast to, rounded as torch rounds; other dtypes stay.  A

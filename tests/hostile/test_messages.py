@@ -191,7 +191,7 @@ TORCH: dict[str, Case] = {
     ),
     "bytes as a key": (UnsupportedCheckpointError, lambda n: saved({n.encode(): torch.ones(1)})),
     "a tuple as a key": (UnsupportedCheckpointError, lambda n: saved({(n, (n,)): torch.ones(1)})),
-    "a number below a name": (
+    "None below a name": (
         UnsupportedCheckpointError,
         lambda n: saved({"model": {n: {7: torch.ones(1)}}}),
     ),

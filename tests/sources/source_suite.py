@@ -15,6 +15,7 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 import pytest
 
+from stream_pack.errors import SourceError
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.pipeline.adapt.select import take_rows
@@ -182,19 +183,18 @@ class SourceSuite:
         """Whatever traits there are, now or later: each is set to a value that no source has by default."""
         with make() as source:
             rows = list(range(len(source.catalog)))[::-1]
-            refused = {rows[0]: "is refused", rows[-1]: "is refused too"}
-            source.traits = marked = Traits(
-                "marked", source.traits.chooses_order, 12345, True, refused, ("w",), ("seen",)
-            )
+            refused = {rows[0]: SourceError("refused"), rows[-1]: SourceError("refused too")}
+            source.catalog = dataclasses.replace(source.catalog, refused=refused)
+            source.traits = marked = Traits("marked", source.traits.chooses_order, 12345, True, ("w",), ("seen",))
             names = [source.catalog.names[row] for row in rows]
             adapted = AdaptedSource(source, take_rows(source.catalog, np.array(rows), names), rows)
             joined = JoinedSource([Member("member", source, rows)], kind="marked", metadata={}, remarks=("joined",))
-            moved = {at: refused[row] for at, row in enumerate(rows) if row in refused}
-            wanted = dataclasses.replace(marked, refusals=moved)
-            assert adapted.traits == wanted
+            assert adapted.traits == marked
             assert joined.traits == dataclasses.replace(
-                wanted, warnings=("'member': w",), remarks=("joined", "'member': seen")
+                marked, warnings=("'member': w",), remarks=("joined", "'member': seen")
             )
+            moved = {at: refused[row] for at, row in enumerate(rows) if row in refused}
+            assert adapted.catalog.refused == joined.catalog.refused == moved
 
     @pytest.mark.parametrize("in_order", [False, True])
     def test_a_wrapper_demands_what_the_source_demands(self, make: MakeSource, in_order: bool) -> None:

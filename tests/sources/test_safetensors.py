@@ -31,6 +31,7 @@ from stream_pack.sources.safetensors import SafetensorsSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, catalog_rows, collect, options, requests_for
 from tests.support.damage import may_refuse
+from tests.support.taking import taken
 
 # What the format calls each dtype.  Source: the safetensors documentation, "Format".
 NAMES = {
@@ -112,7 +113,10 @@ class TestAPipe(TestAFile):
 
 
 def open_both(data: bytes, tmp_path: Path) -> list[Callable[[], SafetensorsSource]]:
-    return [lambda: SafetensorsSource(file_stream(data, tmp_path)), lambda: SafetensorsSource(pipe_stream(data))]
+    return [
+        lambda: taken(SafetensorsSource(file_stream(data, tmp_path))),
+        lambda: taken(SafetensorsSource(pipe_stream(data))),
+    ]
 
 
 def read(source: SafetensorsSource) -> list[bytes]:
@@ -309,7 +313,7 @@ def test_damage_anywhere_is_our_error_or_none(flips: list[tuple[int, int]]) -> N
     for at, mask in flips:
         data[at % len(data)] ^= mask
     with may_refuse(TruncatedSourceError, UnsupportedCheckpointError, UnsupportedTensorError):
-        received = read(SafetensorsSource(pipe_stream(bytes(data), step=1000)))
+        received = read(taken(SafetensorsSource(pipe_stream(bytes(data), step=1000))))
         assert sum(map(len, received)) == 6
 
 

@@ -184,7 +184,8 @@ def _shown_rename(renames: Sequence[Callable[[str], str]], number: int) -> str:
 
 def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) -> Catalog:
     """The given tensors in the given order, under the given names."""
-    new_row = {row: number for number, row in enumerate(rows.tolist())} if catalog.notes else {}
+    looked_up = catalog.notes or catalog.refused
+    new_row = {row: number for number, row in enumerate(rows.tolist())} if looked_up else {}
     return replace(
         catalog,
         names=tuple(names),
@@ -195,6 +196,7 @@ def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) ->
         starts=catalog.starts[rows],
         source_dtypes=None if catalog.source_dtypes is None else catalog.source_dtypes[rows],
         notes=tuple(sorted((new_row[row], key, value) for row, key, value in catalog.notes if row in new_row)),
+        refused={new_row[row]: error for row, error in catalog.refused.items() if row in new_row},
     )
 
 

@@ -14,6 +14,7 @@ from stream_pack.pipeline.adapt.cast_plan import CastStorages, cast_catalog
 from stream_pack.pipeline.adapt.cast_rules import CastRule, cast_targets
 from stream_pack.pipeline.adapt.select import Selection, select
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions
+from stream_pack.text import listed
 
 __all__ = ["Adaptation", "AdaptedSource", "adapted"]
 
@@ -31,9 +32,10 @@ class Adaptation:
 def adapted(source: Source, adaptation: Adaptation) -> Source:
     """``source`` as ``adaptation`` wants it; itself, if that changes nothing.
 
+    What is not taken is not judged: of the tensors that cannot be packed, those left out are only mentioned.
+
     Raises: as :func:`stream_pack.pipeline.adapt.select.select` and
-    :func:`stream_pack.pipeline.adapt.cast_plan.cast_catalog`; UnsupportedTensorError for a tensor that the
-    source refuses.
+    :func:`stream_pack.pipeline.adapt.cast_plan.cast_catalog`; as :meth:`Source.refuse` for the tensors taken.
     """
     if adaptation == Adaptation():
         source.refuse(range(len(source.catalog)))
@@ -41,13 +43,21 @@ def adapted(source: Source, adaptation: Adaptation) -> Source:
     taken = select(source.catalog, adaptation.selection)
     rows = taken.rows.tolist()
     source.refuse(rows)
+    remarks = _left_out(source.catalog)
     if not adaptation.casts:
-        return AdaptedSource(source, taken.catalog, rows, warnings=taken.warnings)
+        return AdaptedSource(source, taken.catalog, rows, warnings=taken.warnings, remarks=remarks)
     names = [source.catalog.names[row] for row in rows]
     targets, warnings = cast_targets(taken.catalog, adaptation.casts, names)
     catalog, casts = cast_catalog(taken.catalog, targets)
     load_casts(set(zip(casts.sources.tolist(), casts.targets.tolist())))
-    return AdaptedSource(source, catalog, rows, casts, warnings=(*taken.warnings, *warnings))
+    return AdaptedSource(source, catalog, rows, casts, warnings=(*taken.warnings, *warnings), remarks=remarks)
+
+
+def _left_out(catalog: Catalog) -> tuple[str, ...]:
+    """A remark about what of ``catalog`` is refused: nothing of it was taken."""
+    if not catalog.refused:
+        return ()
+    return (f"left out, and could not have been packed: {listed(catalog.names[row] for row in catalog.refused)}",)
 
 
 class AdaptedSource(Source):
@@ -70,11 +80,12 @@ class AdaptedSource(Source):
         casts: CastStorages | None = None,
         *,
         warnings: Sequence[str] = (),
+        remarks: Sequence[str] = (),
     ) -> None:
-        refusals = source.traits.refusals
-        kept = {at: refusals[row] for at, row in enumerate(rows) if row in refusals} if refusals else {}
-        traits = replace(source.traits, refusals=kept, warnings=(*source.traits.warnings, *warnings))
-        super().__init__(catalog, traits)
+        traits = source.traits
+        super().__init__(
+            catalog, replace(traits, warnings=(*traits.warnings, *warnings), remarks=(*traits.remarks, *remarks))
+        )
         self._source = source
         self._casts = casts
 

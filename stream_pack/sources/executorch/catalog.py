@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stream_pack.et_files.constants import BYTES, UNKNOWN, Constants
+from stream_pack.errors import UnsupportedTensorError
+from stream_pack.et_files.constants import UNKNOWN, Constants
 from stream_pack.et_files.layouts import order_note, strides_of
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS
 from stream_pack.format.ranges import fresh_nbytes
 from stream_pack.pipeline.geometry import MAX_RANK, Recipe, merged
+from stream_pack.text import quoted
 
 __all__ = ["FILE", "Catalogued", "catalog_constants"]
 
@@ -23,39 +25,43 @@ NO_DTYPE = "has a dtype that a pack has no name for"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Catalogued:
-    """The catalog.  ``recipes``: of each derived storage, from the file.  ``refusals``: as of a source's traits."""
+    """The catalog.  ``recipes``: of each derived storage, from the file."""
 
     catalog: Catalog
     recipes: Mapping[int, Recipe]
-    refusals: Mapping[int, str]
 
 
 def catalog_constants(constants: Constants) -> Catalogued:
-    """All constants in order.  One that cannot be used is catalogued as its bytes, and refused."""
+    """All constants in order; one that cannot be used is refused, if it is taken."""
     builder = CatalogBuilder()
-    unknown = np.flatnonzero(constants.dtypes == UNKNOWN).tolist()
-    refusals = {**dict.fromkeys(unknown, NO_DTYPE), **constants.invalid}
     numbers: dict[Recipe, int] = {}
-    columns = zip(constants.dtypes.tolist(), constants.file_offsets.tolist(), constants.nbytes.tolist())
-    for row, (dtype, begin, nbytes) in enumerate(columns):
-        name, shape, storage, start = constants.names[row], constants.shape(row), FILE, begin
-        notes = constants.notes.get(row)
+    columns = zip(constants.dtypes.tolist(), constants.file_offsets.tolist())
+    for row, (dtype, begin) in enumerate(columns):
+        name, storage, start = constants.names[row], FILE, begin
+        why = constants.invalid.get(row, NO_DTYPE if dtype == UNKNOWN else None)
+        if why is not None:
+            builder.refuse(name, _refused(name, why))
+            continue
+        shape, notes = constants.shape(row), constants.notes.get(row)
         order = constants.orders.get(row)
-        if order is not None and row not in refusals:
+        if order is not None:
             made = _recipe(dtype, shape, order, begin)
             if made is None:
-                refusals[row] = f"has {len(shape)} dims that are not contiguous: the limit is {MAX_RANK}"
-            else:
-                notes = {**(notes or {}), **order_note(order)}
-                if made not in numbers:
-                    numbers[made] = FILE + 1 + len(numbers)
-                    builder.derive(numbers[made], of=FILE, begin=made.start, end=made.end)
-                storage, start = numbers[made], 0
-        if row in refusals:
-            dtype, shape = BYTES, (nbytes,)
+                why = f"has {len(shape)} dims that are not contiguous: the limit is {MAX_RANK}"
+                builder.refuse(name, _refused(name, why))
+                continue
+            notes = {**(notes or {}), **order_note(order)}
+            if made not in numbers:
+                numbers[made] = FILE + 1 + len(numbers)
+                builder.derive(numbers[made], of=FILE, begin=made.start, end=made.end)
+            storage, start = numbers[made], 0
         builder.add(name, dtype, shape, storage=storage, start=start, notes=notes)
     catalog = builder.build(storages_nbytes=_covered(constants))
-    return Catalogued(catalog, {number: made for made, number in numbers.items()}, refusals)
+    return Catalogued(catalog, {number: made for made, number in numbers.items()})
+
+
+def _refused(name: str, why: str) -> UnsupportedTensorError:
+    return UnsupportedTensorError(f"tensor {quoted(name)} {why}", tensor=name)
 
 
 def _recipe(dtype: int, shape: tuple[int, ...], order: tuple[int, ...], begin: int) -> Recipe | None:

@@ -123,7 +123,6 @@ class ExportedSource(Source):
         traits = Traits(
             "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw,
             chooses_order=stream.regular_file is not None,
-            refusals=catalogued.refusals,
             warnings=tuple(_warnings(survey)),
             remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes),),
         )

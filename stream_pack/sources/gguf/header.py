@@ -63,10 +63,11 @@ _PLAIN: Mapping[int, int] = MappingProxyType({
     )
 })  # fmt: skip
 
-# Name, elements of a block, its bytes.  Q8_1 (9) is not among them: it is no type of files, and readers disagree on
-# the length of its blocks.
+# Name, elements of a block, its bytes, as gguf's Python package has them.  Q8_1 (9) is a form of activations, which no
+# tool is known to write; in ggml's C code its blocks have 36 bytes, and such a file does not pass the check of offsets.
 _QUANTISED: Mapping[int, tuple[str, int, int]] = MappingProxyType({
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
     10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
@@ -78,7 +79,7 @@ _QUANTISED: Mapping[int, tuple[str, int, int]] = MappingProxyType({
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One tensor of the header.  ``shape`` counts elements of ``dtype``, outermost first; ``begin`` counts bytes from
-    the data's first."""
+    the data's first.  ``unknown``: why it cannot be packed; its ``nbytes`` are then known only by what follows it."""
 
     name: str
     dtype: int
@@ -86,6 +87,7 @@ class GgufTensor:
     nbytes: int
     begin: int
     notes: dict[str, str]
+    unknown: UnsupportedTensorError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ class GgufHeader:
     """The tensors by offset, and the key-values as text.
 
     Units: bytes from the file's start.  ``end`` is the header's end; the data begins at ``data_begin``, has
-    ``data_nbytes`` bytes, and may be padded up to ``padded_end``.
+    ``data_nbytes`` bytes, and may be padded up to ``padded_end``; None if a tensor of unknown length ends it.
     """
 
     tensors: list[GgufTensor]
@@ -101,14 +103,14 @@ class GgufHeader:
     end: int
     data_begin: int
     data_nbytes: int
-    padded_end: int
+    padded_end: int | None
 
 
 def read_gguf_header(stream: ByteStream, watch: MemoryWatch) -> GgufHeader:
     """Read everything before the data's padding; ``stream`` is at the file's first byte.
 
     Raises: UnsupportedCheckpointError for another version, a big-endian file, one file of a split model, and a header
-    that breaks a rule or a limit above; UnsupportedTensorError for a type that is not known; TruncatedSourceError.
+    that breaks a rule or a limit above; TruncatedSourceError.
     """
     reader = _Reader(stream, watch)
     count, pairs = reader.counts()
@@ -117,7 +119,8 @@ def read_gguf_header(stream: ByteStream, watch: MemoryWatch) -> GgufHeader:
     end = stream.position
     data_begin = _aligned(end, alignment)
     data_nbytes = _check_offsets(tensors, alignment)
-    padded_end = data_begin + _aligned(data_nbytes, alignment)
+    ends = not tensors or tensors[-1].unknown is None
+    padded_end = data_begin + _aligned(data_nbytes, alignment) if ends else None
     return GgufHeader(tensors, metadata, end, data_begin, data_nbytes, padded_end)
 
 
@@ -174,7 +177,7 @@ class _Reader:
         """What is said of every tensor, in the order of the data."""
         tensors = [self._tensor() for _ in range(count)]
         # By length too: one of no bytes may share its offset.
-        tensors.sort(key=lambda tensor: (tensor.begin, tensor.nbytes))
+        tensors.sort(key=lambda tensor: (tensor.begin, tensor.unknown is not None, tensor.nbytes))
         return tensors
 
     def _tensor(self) -> GgufTensor:
@@ -191,9 +194,10 @@ class _Reader:
         if plain is not None:
             return GgufTensor(name, plain, shape, BITS[plain] // 8 * prod(shape), begin, {})
         if kind not in _QUANTISED:
-            raise UnsupportedTensorError(
+            error = UnsupportedTensorError(
                 f"tensor {quoted(name)} has the GGUF type {kind}, which this version does not know", tensor=name
             )
+            return GgufTensor(name, BY_NAME["uint8"], (0,), 0, begin, {}, error)
         label, block, block_nbytes = _QUANTISED[kind]
         if not shape or shape[-1] % block:
             raise _damaged(f"tensor {quoted(name)} of shape {list(shape)} has no whole blocks of {label}")
@@ -292,16 +296,19 @@ def _aligned(position: int, alignment: int) -> int:
 
 
 def _check_offsets(tensors: list[GgufTensor], alignment: int) -> int:
-    """Prove that the tensors tile the data, each after the padding of the one before; returns its length in bytes."""
-    position = 0
+    """Prove that the tensors tile the data, each after the padding of the one before; returns its length in bytes.
+
+    A tensor of unknown length reaches up to the next one.
+    """
+    position, exact = 0, True
     for tensor in tensors:
         expected = _aligned(position, alignment)
-        if tensor.begin != expected:
+        if tensor.begin != expected and (exact or tensor.begin != _aligned(tensor.begin, alignment)):
             raise _damaged(
                 f"tensor {quoted(tensor.name)} has the offset {tensor.begin}, expected {expected}, where the "
                 "one before it and its padding end: a hole, an overlap or damage"
             )
-        position = tensor.begin + tensor.nbytes
+        position, exact = tensor.begin + tensor.nbytes, tensor.unknown is None
         if position > MAX_NBYTES:
             raise _damaged(f"its tensors span more than {MAX_NBYTES} bytes")
     return position

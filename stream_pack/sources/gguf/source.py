@@ -30,6 +30,9 @@ class GgufSource(DataSectionSource):
         self._header = header = read_gguf_header(stream, watch)
         builder = CatalogBuilder()
         for tensor in header.tensors:
+            if tensor.unknown is not None:
+                builder.refuse(tensor.name, tensor.unknown)
+                continue
             builder.add(tensor.name, tensor.dtype, tensor.shape, storage=0, start=tensor.begin, notes=tensor.notes)
         super().__init__(
             stream,
@@ -42,6 +45,10 @@ class GgufSource(DataSectionSource):
             self._check_end(stream.file_nbytes)
 
     def _check_end_of_pipe(self) -> None:
+        if self._header.padded_end is None:
+            while self._stream.read_some():  # so that the writer can finish
+                pass
+            return
         following = self._stream.peek(self._header.padded_end - self._stream.position + 1)
         self._check_end(self._stream.position + len(following))
 
@@ -54,7 +61,7 @@ class GgufSource(DataSectionSource):
                 position=nbytes,
                 missing_nbytes=expected - nbytes,
             )
-        if nbytes > self._header.padded_end:
+        if self._header.padded_end is not None and nbytes > self._header.padded_end:
             raise UnsupportedCheckpointError(
                 f"the GGUF data ends at byte {expected}, but more than its padding follows: trailing bytes, or two "
                 "files joined"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from stream_pack.errors import SourceError, StateError, UnsupportedTensorError
+from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.memory.numpy_arrays import describe_array
@@ -36,8 +36,9 @@ class LiveSource(Source):
     on demand will have made all of them.  (Tensors that must never exist all at once go through ``Writer``.)
     A tensor that is changed before the pack is written may have some old and some new bytes there.
 
-    Raises: UnsupportedTensorError naming the first tensor that has no plain bytes, or value that is no tensor;
-    SourceError for keys that are not text; as :meth:`CatalogBuilder.add`.
+    A tensor that has no plain bytes, or a value that is no tensor, is refused if it is taken.
+
+    Raises: SourceError for keys that are not text, and for what is neither a mapping nor a module.
     """
 
     def __init__(
@@ -48,8 +49,14 @@ class LiveSource(Source):
         kind: str = "tensors in memory",
     ) -> None:
         self._tensors: dict[tuple[int, int, int], LiveTensor] = {}
-        named = [(name, _describe(name, value)) for name, value in _items(tensors)]
-        super().__init__(self._build(named, metadata), Traits(kind))
+        named: list[tuple[str, LiveTensor]] = []
+        refused: list[tuple[str, StreamPackError]] = []
+        for name, value in _items(tensors):
+            try:
+                named.append((name, _describe(name, value)))
+            except UnsupportedTensorError as error:
+                refused.append((name, error))
+        super().__init__(self._build(named, refused, metadata), Traits(kind))
 
     @property
     def verification(self) -> str:
@@ -64,7 +71,12 @@ class LiveSource(Source):
     def close(self) -> None:
         self._tensors = {}
 
-    def _build(self, named: list[tuple[str, LiveTensor]], metadata: Mapping[str, str] | None) -> Catalog:
+    def _build(
+        self,
+        named: list[tuple[str, LiveTensor]],
+        refused: list[tuple[str, StreamPackError]],
+        metadata: Mapping[str, str] | None,
+    ) -> Catalog:
         builder = CatalogBuilder()
         allocations, storages_nbytes = _merge_allocations(tensor for _, tensor in named)
         # Numbered as they are met: addresses differ from run to run, a catalog must not.
@@ -80,8 +92,14 @@ class LiveSource(Source):
                 of, storage = storage, numbers.setdefault(derived, len(numbers))
                 builder.derive(storage, of=of, begin=begin, end=end)
                 begin = 0
-            nbytes = builder.add(name, tensor.dtype, tensor.shape, storage=storage, start=begin)
-            self._tensors.setdefault((storage, begin, nbytes), tensor)
+            try:
+                nbytes = builder.add(name, tensor.dtype, tensor.shape, storage=storage, start=begin)
+            except (SourceError, LimitError) as error:
+                builder.refuse(name, error)
+            else:
+                self._tensors.setdefault((storage, begin, nbytes), tensor)
+        for name, reason in refused:
+            builder.refuse(name, reason)
         return builder.build(storages_nbytes=storages_nbytes, metadata=metadata)
 
     def _find(self, storage: int, start: int, nbytes: int) -> tuple[LiveTensor, int]:

@@ -39,6 +39,8 @@ from stream_pack.text import quoted
 
 __all__ = ["PackSource"]
 
+BYTES = BY_NAME["uint8"]
+
 STEP_NBYTES = 1 << 20
 """Step in which head, padding and tail are read: a claimed length is not allocated before its bytes exist."""
 
@@ -211,7 +213,16 @@ def _catalog(index: Index) -> Catalog:
     names = tuple(index.name(tensor) for tensor in range(len(index)))
     if len(set(names)) < len(names):
         raise FormatError("two tensors of the pack have the same name; the pack is damaged")
-    numbers = np.array([_dtype_number(index, number) for number in range(len(index.dtype_names))], np.uint8)
+    known = np.array([name in BY_NAME for name in index.dtype_names], bool)
+    numbers = np.array([BY_NAME.get(name, BYTES) for name in index.dtype_names], np.uint8)
+    refused = {}
+    for row in np.flatnonzero(~known[index.tensor_dtypes]).tolist():
+        entry = int(index.tensor_dtypes[row])
+        refused[row] = UnsupportedTensorError(
+            f"tensor {quoted(names[row])} has the dtype {quoted(index.dtype_names[entry])} of "
+            f"{int(index.dtype_bits[entry])} bits, which this version does not know; update stream_pack",
+            tensor=names[row],
+        )
     held = index.tensor_buffers != NO_BUFFER
     noted = sorted(set(index.note_tensors.tolist()) - {PACK_NOTE})
     return Catalog(
@@ -224,19 +235,5 @@ def _catalog(index: Index) -> Catalog:
         storages_nbytes=int(index.buffer_nbytes.sum()),
         metadata=index.notes(PACK_NOTE),
         notes=tuple((tensor, key, value) for tensor in noted for key, value in index.notes(tensor).items()),
-    )
-
-
-def _dtype_number(index: Index, entry: int) -> int:
-    """The number of a dtype of the pack's own table."""
-    name, bits = index.dtype_names[entry], int(index.dtype_bits[entry])
-    number = BY_NAME.get(name)
-    if number is not None:
-        return number
-    users = np.flatnonzero(index.tensor_dtypes == entry)
-    tensor = index.name(int(users[0])) if len(users) else ""
-    raise UnsupportedTensorError(
-        f"tensor {quoted(tensor)} has the dtype {quoted(name)} of {bits} bits, which this version does not know; "
-        "update stream_pack",
-        tensor=tensor,
+        refused=refused,
     )

@@ -141,7 +141,6 @@ class JoinedSource(Source):
             chooses_order=all(source.chooses_order for source in sources),
             held_nbytes=sum(source.held_nbytes for source in sources),
             sparse=any(source.sparse for source in sources),
-            refusals=_refusals(members),
             warnings=(*warnings, *member_warnings(members)),
             remarks=(*remarks, *member_remarks(members)),
         )
@@ -198,6 +197,9 @@ class JoinedSource(Source):
             for row, key, value in catalog.notes:
                 notes.setdefault(row, {})[key] = value
             for row in member.rows:
+                if row in catalog.refused:
+                    builder.refuse(catalog.names[row], catalog.refused[row])
+                    continue
                 builder.add(
                     catalog.names[row],
                     int(catalog.dtypes[row]),
@@ -249,19 +251,6 @@ def member_remarks(members: Iterable[Member]) -> Iterator[str]:
 def member_warnings(members: Iterable[Member]) -> Iterator[str]:
     """What each member warns of, with its name."""
     return (f"{quoted(member.name)}: {line}" for member in members for line in member.source.traits.warnings)
-
-
-def _refusals(members: Iterable[Member]) -> dict[int, str]:
-    """Why members refuse tensors, by the rows that these have in the catalog of all."""
-    found = {}
-    begin = 0
-    for member in members:
-        refusals = member.source.traits.refusals
-        if refusals:
-            rows = enumerate(member.rows, begin)
-            found.update({at: refusals[row] for at, row in rows if row in refusals})
-        begin += len(member.rows)
-    return found
 
 
 def _one_buffer(stream: Iterator[Piece], buffer: int, nbytes: int) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.errors import LimitError, SourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pickles.globals import Storage, Tensor
 from stream_pack.pickles.state_dict import Flatten
@@ -37,8 +37,10 @@ class DcpSource(Source):
 
     Only the files' lengths are checked when it is made; a chunk is opened when its bytes are due.
 
-    Raises: UnsupportedCheckpointError for metadata that contradicts itself or the files, chunks that do not hold every
-    element once, what ``flatten`` refuses; UnsupportedTensorError; TruncatedSourceError; OSError.
+    A tensor whose chunks do not hold every element once, or whose dtype no pack has, is refused if it is taken.
+
+    Raises: UnsupportedCheckpointError for metadata that contradicts itself or the files, what ``flatten`` refuses;
+    TruncatedSourceError; OSError.
     """
 
     def __init__(self, folder: Path, *, flatten: Flatten, watch: MemoryWatch) -> None:
@@ -60,12 +62,16 @@ class DcpSource(Source):
         check_files(folder, self._tensors)
         builder = CatalogBuilder()
         nbytes = 0
-        for tensor in self._tensors:
-            # Refused now, not when its bytes are due.  The plan is not kept: all of them would take much memory.
-            plan_chunks(tensor)
         for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
-            shape = logical_shape(tensor.dtype, tensor.shape)
-            nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
+            try:
+                # Refused now, not when its bytes are due.  The plan is not kept: all of them would take much memory.
+                plan_chunks(tensor)
+                shape = logical_shape(tensor.dtype, tensor.shape)
+                nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
+            except (SourceError, LimitError) as error:
+                builder.refuse(name, error)
+        for name, reason in chosen.refused:
+            builder.refuse(name, reason)
         most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
         traits = Traits(
             "torch.distributed checkpoint",
@@ -123,5 +129,6 @@ def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
                 f"{METADATA} says that tensor {quoted(tensor.name)} was saved where another value was"
             )
         storage = Storage(str(number), 0, 0)
-        node[tensor.path[-1]] = Tensor(storage, tensor.dtype, 0, tensor.shape, (), False, False)
+        stand_in = Tensor(storage, tensor.dtype, 0, tensor.shape, (), False, False)
+        node[tensor.path[-1]] = stand_in if tensor.refused is None else tensor.refused
     return root

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from stream_pack.errors import UnsupportedCheckpointError, UnsupportedTensorError
+from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.format.dtypes import BY_TORCH
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
-from stream_pack.pickles.globals import TABLE
+from stream_pack.pickles.globals import TABLE, Unpackable, of_dtype
 from stream_pack.pickles.unpickler import STEP_NBYTES, OddKey, Opaque, Unpickler, malformed
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.sources.sets.assembly import Box
@@ -45,7 +45,8 @@ class ShardedTensor:
     """A tensor and the chunks that make it up; chunks without elements are left out.
 
     ``path`` holds the keys that lead to it in the nested dict that was saved.
-    ``shape`` and the boxes count torch's elements (for ``float4_e2m1fn_x2``: pairs).
+    ``shape`` and the boxes count torch's elements (for ``float4_e2m1fn_x2``: pairs).  ``refused``: why no pack can hold
+    it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ShardedTensor:
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     places: tuple[Place, ...]
+    refused: Unpackable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class ShardedTensors:
 def read_metadata(path: Path, *, watch: MemoryWatch) -> ShardedTensors:
     """Read ``.metadata``; of each tensor only the numbers' types and ranges are checked.
 
-    Raises: UnsupportedCheckpointError, UnsupportedTensorError, TruncatedSourceError, LimitError; OSError.
+    Raises: UnsupportedCheckpointError, TruncatedSourceError, LimitError; OSError.
     """
     with open(regular_file(path), "rb") as file:
         unpickler = Unpickler(
@@ -123,10 +125,6 @@ def _tensor(
     if dtype_name is None:
         raise _unknown(f"tensor {quoted(name)} has no dtype")
     number = BY_TORCH.get(dtype_name)
-    if number is None:
-        raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has the dtype {quoted(dtype_name)}, which a pack cannot hold", tensor=name
-        )
     shape = _lengths(fields.get("size"), f"the size of tensor {quoted(name)}")
     chunks = fields.get("chunks")
     if type(chunks) is not list:
@@ -143,7 +141,8 @@ def _tensor(
             raise _unknown(f"no place is given for the chunk of tensor {quoted(name)} at {list(box.offsets)}")
         boxes.append(box)
         found.append(place)
-    return ShardedTensor(name, path, number, shape, tuple(boxes), tuple(found))
+    refused = None if number is not None else of_dtype(dtype_name)
+    return ShardedTensor(name, path, number or 0, shape, tuple(boxes), tuple(found), refused)
 
 
 def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:

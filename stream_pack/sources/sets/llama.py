@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
+from stream_pack.errors import SourceError, StreamPackError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
@@ -164,7 +164,6 @@ class LlamaSource(Source):
                     f"{name} can only be read sequentially, so it cannot be merged with the other shards: repack the "
                     "archive without compression (zip -0)"
                 )
-            shard.refuse(range(len(shard.catalog)))
 
     def _build(self, params: LlamaParams) -> Catalog:
         catalogs = [shard.catalog for shard in self._shards]
@@ -173,11 +172,15 @@ class LlamaSource(Source):
         known: dict[tuple[object, ...], int] = {}
         for name in catalogs[0].names:
             places = tuple(names[name] for names in rows)
-            dtype = _common_dtype(name, catalogs, places)
-            shapes = [c.shape(row) for c, row in zip(catalogs, places)]
-            dim = merged_along(name, shapes, params)
-            shape = _whole_shape(name, shapes, dim)
-            params.check(name, shape)
+            try:
+                dtype = _common_dtype(name, catalogs, places)
+                shapes = [c.shape(row) for c, row in zip(catalogs, places)]
+                dim = merged_along(name, shapes, params)
+                shape = _whole_shape(name, shapes, dim)
+                params.check(name, shape)
+            except SourceError as error:
+                builder.refuse(name, error)
+                continue
             same = (dim, dtype, shape, *((int(c.storages[r]), int(c.starts[r])) for c, r in zip(catalogs, places)))
             storage = known.setdefault(same, len(known))
             if storage not in self._tensors and 0 not in shape:
@@ -205,6 +208,9 @@ class LlamaSource(Source):
 
 
 def _common_dtype(name: str, catalogs: Sequence[Catalog], rows: Sequence[int]) -> int:
+    for catalog, row in zip(catalogs, rows):
+        if row in catalog.refused:
+            raise catalog.refused[row]
     dtypes = {int(catalog.dtypes[row]) for catalog, row in zip(catalogs, rows)}
     if len(dtypes) > 1:
         found = ", ".join(sorted(DTYPES[dtype].name for dtype in dtypes))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stream_pack.errors import TruncatedSourceError
+from stream_pack.errors import LimitError, SourceError, TruncatedSourceError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import DTYPES
-from stream_pack.pickles.globals import Storage
+from stream_pack.pickles.globals import Storage, Tensor
 from stream_pack.pickles.state_dict import StateDict
 from stream_pack.pipeline.geometry import Recipe, recipe
 
@@ -38,7 +38,9 @@ def catalog_tensors(
     Storages are numbered in the order of ``storages``.  ``file_nbytes``: the length of the file that holds them, if
     they are stored as they are and it is known.
 
-    Raises: UnsupportedTensorError, SourceError, TruncatedSourceError, LimitError.
+    A tensor whose geometry no pack can hold is refused, if it is taken.
+
+    Raises: TruncatedSourceError.
     """
     storages_nbytes = sum(storage.nbytes for storage in storages.values())
     if file_nbytes is not None and storages_nbytes > file_nbytes:
@@ -46,15 +48,34 @@ def catalog_tensors(
             f"the checkpoint's storages have {storages_nbytes} bytes, the file only {file_nbytes}: "
             "it was cut short, or only some of its records are compressed (then pipe it in: cat FILE | ...)"
         )
-    numbers = {key: number for number, key in enumerate(storages)}
-    builder = CatalogBuilder()
-    known: dict[tuple[int, Recipe], int] = {}
-    recipes: dict[int, Recipe] = {}
-    made_from: dict[int, Storage] = {}
-    derived: dict[str, list[int]] = {}
+    builder = _Builder(storages, big_endian=big_endian)
     for name, tensor in state_dict.tensors.items():
+        try:
+            builder.add(name, tensor)
+        except (SourceError, LimitError) as error:
+            builder.catalog.refuse(name, error)
+    for name, reason in state_dict.refused:
+        builder.catalog.refuse(name, reason)
+    catalog = builder.catalog.build(storages_nbytes=storages_nbytes)
+    return TorchTensors(catalog, list(storages.values()), builder.recipes, builder.made_from, builder.derived)
+
+
+class _Builder:
+    """Collects what :class:`TorchTensors` holds."""
+
+    def __init__(self, storages: Mapping[str, Storage], *, big_endian: bool) -> None:
+        self.catalog = CatalogBuilder()
+        self.recipes: dict[int, Recipe] = {}
+        self.made_from: dict[int, Storage] = {}
+        self.derived: dict[str, list[int]] = {}
+        self._numbers = {key: number for number, key in enumerate(storages)}
+        self._known: dict[tuple[int, Recipe], int] = {}
+        self._big_endian = big_endian
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises: SourceError, LimitError."""
         storage = tensor.storage
-        number, start = numbers[storage.key], 0
+        number, start = self._numbers[storage.key], 0
         if 0 not in tensor.shape:
             made = recipe(
                 name,
@@ -63,23 +84,25 @@ def catalog_tensors(
                 shape=tensor.shape,
                 strides=tensor.strides,
                 storage_nbytes=storage.nbytes,
-                big_endian=big_endian,
+                big_endian=self._big_endian,
                 conj=tensor.conj,
                 neg=tensor.neg,
             )
             if made.contiguous:
                 start = made.start
             else:
-                new = known.setdefault((number, made), len(storages) + len(known))
-                if new not in recipes:
-                    recipes[new] = made
-                    made_from[new] = storage
-                    derived.setdefault(storage.key, []).append(new)
-                    builder.derive(new, of=number, begin=made.start, end=made.end)
-                number = new
+                number = self._derive(storage, number, made)
         shape = tensor.shape
         if DTYPES[tensor.dtype].torch_pairs and shape:
             shape = (*shape[:-1], 2 * shape[-1])
-        builder.add(name, tensor.dtype, shape, storage=number, start=start)
-    catalog = builder.build(storages_nbytes=storages_nbytes)
-    return TorchTensors(catalog, list(storages.values()), recipes, made_from, derived)
+        self.catalog.add(name, tensor.dtype, shape, storage=number, start=start)
+
+    def _derive(self, storage: Storage, number: int, made: Recipe) -> int:
+        """The number of what ``made`` makes of the storage."""
+        new = self._known.setdefault((number, made), len(self._numbers) + len(self._known))
+        if new not in self.recipes:
+            self.recipes[new] = made
+            self.made_from[new] = storage
+            self.derived.setdefault(storage.key, []).append(new)
+            self.catalog.derive(new, of=number, begin=made.start, end=made.end)
+        return new

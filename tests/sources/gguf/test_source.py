@@ -25,12 +25,13 @@ from stream_pack.sources.open import open_source
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, catalog_rows, collect, options, requests_for
 from tests.support.damage import may_refuse
+from tests.support.taking import taken
 
 PLAIN = {
     Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16", Type.F64: "float64",
     Type.I8: "int8", Type.I16: "int16", Type.I32: "int32", Type.I64: "int64",
 }  # fmt: skip
-QUANTISED = [t for t in Type if t not in PLAIN and t is not Type.Q8_1]
+QUANTISED = [t for t in Type if t not in PLAIN]
 
 
 def random_bytes(*shape: int) -> Any:
@@ -259,7 +260,7 @@ def test_long_arrays_are_the_json_of_all_their_elements(tmp_path: Path) -> None:
 def test_bytes_that_are_missing_are_counted(tmp_path: Path) -> None:
     data = made(TWO, data=DATA)
     with pytest.raises(TruncatedSourceError) as caught:
-        GgufSource(file_stream(data[:-1], tmp_path))
+        taken(GgufSource(file_stream(data[:-1], tmp_path)))
     assert caught.value.missing_nbytes == 1
     with pytest.raises(TruncatedSourceError):
         read(GgufSource(pipe_stream(data[:-1])))
@@ -335,12 +336,12 @@ def test_a_header_that_breaks_a_rule_is_refused(tmp_path: Path, data: bytes, why
             make()
 
 
-@pytest.mark.parametrize("kind", [4, 5, 9, 31, 36, 99, 2**32 - 1])
+@pytest.mark.parametrize("kind", [4, 5, 31, 36, 99, 2**32 - 1])
 def test_a_type_that_is_not_known_is_refused_by_name(tmp_path: Path, kind: int) -> None:
     """kekzl/imp#1603: the checks were skipped for a dtype that was not known."""
     for make in from_file_and_pipe(made([info("odd", [256], kind, 0)], data=bytes(512)), tmp_path):
         with pytest.raises(UnsupportedTensorError, match=f"'odd' has the GGUF type {kind}"):
-            make()
+            taken(make())
 
 
 def test_a_header_longer_than_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from tests.sources.source_suite import (
     ranges,
     requests_for,
 )
+from tests.support.taking import taken
 
 PLAIN = [
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
@@ -488,7 +489,7 @@ def test_two_float4_elements_a_byte_double_the_last_dim() -> None:
 def test_one_float4_pair_without_a_dim_is_refused() -> None:
     tensor = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]
     with pytest.raises(UnsupportedTensorError, match=r"rank 0.*reshape"):
-        LiveSource({"w": tensor})
+        taken(LiveSource({"w": tensor}))
 
 
 def test_a_pack_is_little_endian_whatever_the_array_is() -> None:
@@ -593,7 +594,7 @@ def test_a_torch_tensor_without_plain_bytes_is_refused_by_name(
 ) -> None:
     tensors = {"good": torch.ones(2), "layer.weight": make_tensor()}
     with pytest.raises(UnsupportedTensorError, match=reason) as caught:
-        LiveSource(tensors)
+        taken(LiveSource(tensors))
     assert caught.value.tensor == "layer.weight"
     assert "'layer.weight'" in str(caught.value)
 
@@ -606,7 +607,7 @@ def test_a_dtensor_is_refused_by_name() -> None:
 
     tensor = torch.Tensor._make_wrapper_subclass(Stub, (2,))
     with pytest.raises(UnsupportedTensorError, match=r"'w' is a .*Stub"):
-        LiveSource({"w": tensor})
+        taken(LiveSource({"w": tensor}))
 
 
 @pytest.mark.parametrize(
@@ -630,7 +631,7 @@ def test_a_dtensor_is_refused_by_name() -> None:
 )
 def test_an_array_whose_dtype_a_pack_has_no_name_for_is_refused_by_name(array: NDArray[Any]) -> None:
     with pytest.raises(UnsupportedTensorError, match=r"'layer\.weight'") as caught:
-        LiveSource({"layer.weight": array})
+        taken(LiveSource({"layer.weight": array}))
     assert str(array.dtype) in str(caught.value)
     assert caught.value.tensor == "layer.weight"
 
@@ -638,7 +639,7 @@ def test_an_array_whose_dtype_a_pack_has_no_name_for_is_refused_by_name(array: N
 @pytest.mark.parametrize("value", [3.5, [1, 2], None, "text", np.float32(1), {"nested": 1}, np.ma.masked_array([1, 2])])
 def test_a_value_that_is_no_plain_tensor_is_refused_by_name_and_type(value: object) -> None:
     with pytest.raises(UnsupportedTensorError, match=type(value).__name__) as caught:
-        LiveSource({"step": value})
+        taken(LiveSource({"step": value}))
     assert caught.value.tensor == "step"
 
 
@@ -652,14 +653,14 @@ def test_a_modules_extra_state_is_refused_unless_it_is_a_tensor() -> None:
             return self.state
 
     with pytest.raises(UnsupportedTensorError, match="_extra_state"):
-        LiveSource(WithState({"calibrated": True}))
+        taken(LiveSource(WithState({"calibrated": True})))
     assert LiveSource(WithState(torch.ones(2))).catalog.names == ("_extra_state",)
 
 
 @pytest.mark.parametrize("key", [0, None, ("a", 1), b"w", 1.5])
 def test_names_are_text(key: object) -> None:
     with pytest.raises(SourceError, match="tensor names must be strings") as caught:
-        LiveSource({key: np.zeros(1)})  # type: ignore[dict-item]
+        taken(LiveSource({key: np.zeros(1)}))  # type: ignore[dict-item]
     assert repr(key) in str(caught.value)
 
 
@@ -667,24 +668,24 @@ def test_odd_names_are_kept_exactly() -> None:
     names = ["", "../../etc/x", "a/b", "\u00e9", "e\u0301", "a\nb", "a\0b", "x" * 5000]
     assert LiveSource({name: np.zeros(1) for name in names}).catalog.names == tuple(names)
     with pytest.raises(SourceError, match="lone surrogate"):
-        LiveSource({"\ud800": np.zeros(1)})
+        taken(LiveSource({"\ud800": np.zeros(1)}))
 
 
 @pytest.mark.parametrize("value", [[("w", np.zeros(1))], np.zeros(1), torch.zeros(1), None])
 def test_what_has_no_names_is_refused(value: object) -> None:
     with pytest.raises(SourceError, match="expected a mapping of names to tensors"):
-        LiveSource(value)  # type: ignore[arg-type]
+        taken(LiveSource(value))  # type: ignore[arg-type]
 
 
 def test_an_array_too_large_for_a_pack_is_refused() -> None:
     with pytest.raises(LimitError, match="'w'"):
-        LiveSource({"w": np.broadcast_to(np.uint8(0), (2**62 + 2,))})
+        taken(LiveSource({"w": np.broadcast_to(np.uint8(0), (2**62 + 2,))}))
 
 
 def test_errors_are_of_this_package_whatever_a_mapping_holds() -> None:
     for value in (object(), type, lambda: None, memoryview(b"a"), np.zeros(1).dtype):
         with pytest.raises(StreamPackError):
-            LiveSource({"w": value})
+            taken(LiveSource({"w": value}))
 
 
 def test_arrays_do_not_bring_torch_in() -> None:

@@ -39,6 +39,7 @@ from stream_pack.pipeline.source import Source
 from stream_pack.sources.pack.source import PackSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, ranges, requests_for
+from tests.support.taking import taken
 
 POLICY = Policy(alignment=Alignment(small=256, large=4096, large_nbytes=8192), block_nbytes=4096)
 METADATA = {"format": "pt", "é": "ü"}
@@ -253,7 +254,7 @@ def test_no_piece_of_a_pack_passes_for_a_whole_one(tmp_path: Path) -> None:
 
 def test_a_truncated_file_is_told_before_any_data_is_read(tmp_path: Path) -> None:
     with pytest.raises(TruncatedError, match="100 bytes are missing"):
-        PackSource(file_stream(PACK[:-100], tmp_path))
+        taken(PackSource(file_stream(PACK[:-100], tmp_path)))
 
 
 @pytest.mark.parametrize("trailing", [b"\0", PACK])
@@ -280,7 +281,7 @@ def test_a_payload_without_names_is_refused_as_what_it_is(tmp_path: Path) -> Non
     raw = PACK[:24] + bytes(REGION - 24) + PACK[REGION : REGION + HEAD.region_nbytes]
     for stream in (file_stream(raw, tmp_path), pipe_stream(raw)):
         with pytest.raises(RawPayloadError):
-            PackSource(stream)
+            taken(PackSource(stream))
         assert stream.position == 0
         assert stream.peek(24) == raw[:24]
 
@@ -289,7 +290,7 @@ def test_a_lost_locator_is_damage_where_a_footer_stands(tmp_path: Path) -> None:
     # Of a pipe, only what reads raw payloads sees the footer: tests/sources/executorch.
     data = PACK[: REGION - 8] + bytes(8) + PACK[REGION:]
     with pytest.raises(FormatError, match="damaged") as caught:
-        PackSource(file_stream(data, tmp_path))
+        taken(PackSource(file_stream(data, tmp_path)))
     assert not isinstance(caught.value, RawPayloadError)
 
 
@@ -307,7 +308,7 @@ def test_a_dtype_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
     newer = assemble(replace(layout(), index=replace(index, dtype_names=names)))
     for make in open_both(newer, tmp_path):
         with pytest.raises(UnsupportedTensorError, match="'float8_next' of 8 bits") as caught:
-            make()
+            taken(make())
         assert caught.value.tensor == "one byte"
 
 

@@ -11,6 +11,7 @@ from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.open import open_source
 from tests.sources.source_suite import Expected, collect, options, requests_for
+from tests.support.taking import taken
 from tests.support.torch_zips import as_torch_has_it
 
 __all__ = ["expected_of", "read", "read_path"]
@@ -35,4 +36,4 @@ def read(source: Source, *, chunk_nbytes: int = 1000) -> dict[str, bytes]:
 
 def read_path(path: Path) -> dict[str, bytes]:
     """The same of whatever stands at ``path``."""
-    return read(open_source(path))
+    return read(taken(open_source(path)))

@@ -16,6 +16,7 @@ from stream_pack.errors import LimitError, SourceChecksumError, TruncatedSourceE
 from stream_pack.sources.open import open_source
 from tests.sources.sets.expectations import expected_of, read_path
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
+from tests.support.taking import taken
 
 PARAMS = {"dim": 16, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2, "vocab_size": 24, "norm_eps": 1e-5}
 HIDDEN = 40
@@ -208,13 +209,13 @@ def test_shards_that_do_not_go_together_are_refused_before_a_byte_is_written(
     change(parts)
     folder = write(tmp_path / "ckpt", parts)
     with pytest.raises(UnsupportedCheckpointError, match=why):
-        open_source(folder)
+        taken(open_source(folder))
 
 
 def test_a_missing_shard_of_llama_3_is_seen_in_the_vocabulary(tmp_path: Path) -> None:
     parts = contiguous(cut(whole_model(), 4, LLAMA_3))[:3]
     with pytest.raises(UnsupportedCheckpointError, match=r"\[18, 16\], and params.json says \[24, 16\]"):
-        open_source(write(tmp_path, parts))
+        taken(open_source(write(tmp_path, parts)))
 
 
 def test_a_shard_of_one_number_does_not_become_a_large_tensor(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_gap_among_the_shards_is_named(tmp_path: Path) -> None:
     write(tmp_path, contiguous(cut(whole_model(), 4, LLAMA_2)))
     (tmp_path / "consolidated.01.pth").unlink()
     with pytest.raises(UnsupportedCheckpointError, match=r"'consolidated\.01\.pth' is missing"):
-        open_source(tmp_path)
+        taken(open_source(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "rope.freqs"])
@@ -285,7 +286,7 @@ def test_a_compressed_shard_is_refused_because_it_cannot_wait_for_the_others(tmp
         for name, content in members.items():
             packed.writestr(name, content)
     with pytest.raises(UnsupportedCheckpointError, match=r"consolidated\.01\.pth"):
-        open_source(tmp_path)
+        taken(open_source(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -309,11 +310,11 @@ def test_params_that_do_not_fit_are_refused(tmp_path: Path, params: str, why: st
     write(tmp_path, contiguous(cut(whole_model(), 2, LLAMA_2)))
     (tmp_path / "params.json").write_text(params)
     with pytest.raises(UnsupportedCheckpointError, match=why):
-        open_source(tmp_path)
+        taken(open_source(tmp_path))
 
 
 def test_without_params_nothing_is_guessed(tmp_path: Path) -> None:
     write(tmp_path, contiguous(cut(whole_model(), 2, LLAMA_2)))
     (tmp_path / "params.json").unlink()
     with pytest.raises(UnsupportedCheckpointError, match="'params.json', which does not exist"):
-        open_source(tmp_path)
+        taken(open_source(tmp_path))

@@ -22,6 +22,7 @@ from tests.sources.byte_sources import file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
 from tests.sources.torch_save.test_zip import expected_of, random_bits
 from tests.support.damage import UNREADABLE, assert_refusal, check_each, cut, may_refuse, two_bits_of_each_byte
+from tests.support.taking import taken
 from tests.support.torch_zips import as_torch_has_it
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -86,9 +87,9 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
 
     def open_file(data: bytes) -> Source:
         (tmp_path / "source").write_bytes(data)
-        return open_source(tmp_path / "source")
+        return taken(open_source(tmp_path / "source"))
 
-    return open_file if request.param == "file" else lambda data: open_source(io.BytesIO(data))
+    return open_file if request.param == "file" else lambda data: taken(open_source(io.BytesIO(data)))
 
 
 def read(source: Source, spool: Spool | None = None) -> dict[str, bytes]:
@@ -269,7 +270,7 @@ def test_a_flipped_bit_ends_in_our_errors_only_though_no_checksum_finds_it() -> 
 
 def _opened(stream: ByteStream) -> Source:
     try:
-        return LegacyTorchSource(stream)
+        return taken(LegacyTorchSource(stream))
     except BaseException:
         stream.close()
         raise

@@ -17,6 +17,7 @@ from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.open import open_source
 from tests.sources.source_suite import collect, options, requests_for
+from tests.support.taking import taken
 from tests.support.torch_zips import saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,9 +28,9 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Sour
     def open_it(value: object, **keywords: Any) -> Source:
         data = saved(value)
         if request.param == "pipe":
-            return open_source(io.BytesIO(data), **keywords)
+            return taken(open_source(io.BytesIO(data), **keywords))
         (tmp_path / "source").write_bytes(data)
-        return open_source(tmp_path / "source", **keywords)
+        return taken(open_source(tmp_path / "source", **keywords))
 
     return open_it
 
