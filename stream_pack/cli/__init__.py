@@ -180,7 +180,7 @@ def _exit_of(error: StreamPackError, command: Command) -> int:
 
 def _text_of(error: OSError, arguments: argparse.Namespace) -> str:
     reason = error.strerror or str(error)
-    source, target = arguments.source, getattr(arguments, "target", "")
+    source, target = arguments.source, getattr(arguments, "target", None) or ""
     if error.filename is not None:
         # Shown as the user gave it, not in full.
         path = os.fsdecode(error.filename)

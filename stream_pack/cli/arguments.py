@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.cli.terminal import Standard
 from stream_pack.text import printable
 
 __all__ = [
-    "STANDARD", "Command", "add_file", "add_flag", "add_jobs", "add_offset", "add_option", "key_value", "nbytes",
-    "shown_path",
+    "STANDARD", "Command", "add_file", "add_flag", "add_jobs", "add_offset", "add_option", "key_value", "local_file",
+    "nbytes", "shown_path",
 ]  # fmt: skip
 
 STANDARD = "-"
@@ -65,6 +66,13 @@ def add_file(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("source", metavar=name, type=_path)
     add_offset(parser)
     add_flag(parser, "--json", text="print JSON instead of text, also for an error")
+
+
+def local_file(arguments: argparse.Namespace, name: str) -> str:
+    """The file of :func:`add_file`.  Raises: OptionError for an empty name, or a URL."""
+    path: str = arguments.source
+    require_path(name, path, "file")
+    return path
 
 
 def add_offset(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.cli.arguments import (
     STANDARD,
     Command,
@@ -43,7 +44,6 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
         "target",
         metavar="TARGET",
         nargs="?" if needless else None,
-        default="",
         help="the pack; - writes to stdout; not needed with --dry-run or --list-keys",
     )
     parser.add_argument(
@@ -116,6 +116,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:
+    _check_paths(arguments)
     source = _source(arguments, standard)
     if arguments.list_keys:
         return _list_keys(source, arguments, standard)
@@ -132,6 +133,16 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
         report = convert_with(source, target, _options(arguments, progress))
     _print_report(report, arguments, standard)
     return DONE
+
+
+def _check_paths(arguments: argparse.Namespace) -> None:
+    """Raises: OptionError for an empty path, or a URL."""
+    if arguments.source != STANDARD:
+        require_path("SOURCE", arguments.source, "source")
+    if arguments.target not in (None, STANDARD):
+        require_path("TARGET", arguments.target, "target")
+    if arguments.spool_dir is not None:
+        require_path("--spool-dir", arguments.spool_dir, "folder")
 
 
 def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | Source:

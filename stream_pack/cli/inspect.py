@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file
+from stream_pack.cli.arguments import Command, add_file, local_file
 from stream_pack.cli.exits import DONE
 from stream_pack.cli.terminal import Standard
 
@@ -20,7 +20,7 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.inspection.inspect import inspect
 
-    found = inspect(arguments.source, offset=arguments.offset)
+    found = inspect(local_file(arguments, "FILE"), offset=arguments.offset)
     text = json.dumps(found.to_json()) if arguments.json else found.to_text(standard.width())
     standard.write(text)
     return DONE

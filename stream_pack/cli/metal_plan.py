@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file, add_option, nbytes
+from stream_pack.cli.arguments import Command, add_file, add_option, local_file, nbytes
 from stream_pack.cli.exits import DONE, INPUT, UsageError
 from stream_pack.cli.terminal import Standard
 from stream_pack.errors import LimitError
@@ -25,7 +25,7 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.reader.pack import open as open_pack
 
     limit = arguments.max_buffer_length
-    with open_pack(arguments.source, offset=arguments.offset) as pack:
+    with open_pack(local_file(arguments, "PACK"), offset=arguments.offset) as pack:
         try:
             plan = plan_metal(pack, max_buffer_length=MAX_BUFFER_LENGTH if limit is None else limit)
         except LimitError as error:

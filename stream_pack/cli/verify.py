@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from stream_pack.cli.arguments import Command, add_file, add_flag, add_jobs
+from stream_pack.cli.arguments import Command, add_file, add_flag, add_jobs, local_file
 from stream_pack.cli.exits import DAMAGE, DONE
 from stream_pack.cli.progress import progress_bar
 from stream_pack.cli.terminal import Standard
@@ -24,9 +24,9 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.reader.verify import verify
 
+    source = local_file(arguments, "FILE")
     with progress_bar(wanted=not arguments.quiet) as progress:
-        source, offset = arguments.source, arguments.offset
-        report = verify(source, offset=offset, jobs=arguments.jobs, progress=progress)
+        report = verify(source, offset=arguments.offset, jobs=arguments.jobs, progress=progress)
     if arguments.json:
         standard.write(json.dumps(report.to_json()))
     elif report.damages:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import MappingInUse, OptionError, StateError, TruncatedError
 
 __all__ = ["FileRange", "Mapping", "map_shared"]
@@ -43,19 +44,20 @@ class FileRange:
             raise OptionError("offset and nbytes: expected whole numbers") from None
         if offset < 0 or (nbytes is not None and nbytes < 0):
             raise OptionError(f"offset={offset}, nbytes={nbytes}: expected non-negative integers")
+        require_path("path", path, "file")
         self.name = os.fsdecode(path)
         self.path = os.path.abspath(self.name)
         self.offset = offset
         # Not blocking: opening a FIFO would wait for its writer.
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._close = weakref.finalize(self, os.close, self._fd)
         # Reentrant, as all locks here: a finalizer that closes the pack may run wherever memory is allocated.
         self._lock = threading.RLock()
         status = os.fstat(self._fd)  # of what was opened: the path may be another file by now
         if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file: only regular files can be mapped", self.path)
+            raise OSError(errno.EINVAL, "not a regular file: only regular files can be mapped", self.name)
         self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         room = max(0, status.st_size - offset)
         self.available = room if nbytes is None else min(nbytes, room)

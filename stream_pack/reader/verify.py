@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from stream_pack.arguments.jobs import check_number, cores
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
@@ -30,7 +31,6 @@ from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.proof import Users, block_error, prove_checksums, prove_length, wrong_blocks
 from stream_pack.format.ranges import fresh_nbytes
-from stream_pack.jobs import check_number, cores
 from stream_pack.reader.blocks import block_checksums
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
 from stream_pack.reader.mapping import FileRange, Mapping

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import OptionError, RawPayloadError, SourceError, UnsupportedCheckpointError
 from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, describe, sniff
 from stream_pack.pickles.nesting import WHOLE, Key, flattening
@@ -71,6 +72,7 @@ def open_within(
 
     Raises: as :func:`open_source`.
     """
+    require_path("path", path, "source")
     nbytes = max(0, os.stat(path).st_size - offset)
     stream = ByteStream.open_range(path, offset, nbytes)
     opening = _Opening(flattening(), spool, MemoryWatch(max_memory), within=True)
@@ -97,6 +99,8 @@ def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None =
         except SourceError:  # the keys are what the caller needs to avoid this
             return StateDict({}, 0)
 
+    if spool_dir is not None:
+        require_path("spool_dir", spool_dir, "folder")
     spool = None if spool_dir is None else Spool(spool_dir)
     with _Opening(keep, spool).source(source) as opened:
         if len(found) == 1:
@@ -116,7 +120,8 @@ class _Opening:
 
     def source(self, source: Convertible) -> Source:
         if isinstance(source, (str, os.PathLike)):
-            return self._path(Path(source))
+            require_path("source", source, "source")
+            return self._path(source)
         if isinstance(source, int):
             return self.stream(ByteStream(source))
         if isinstance(source, Source):
@@ -127,8 +132,9 @@ class _Opening:
 
         return LiveSource(cast("Mapping[str, object] | torch.nn.Module", source))
 
-    def _path(self, path: Path) -> Source:
+    def _path(self, given: str | os.PathLike[str]) -> Source:
         """A file, or a set of files: what a folder holds, or what an index names."""
+        path = Path(given)
         if path.is_dir():
             from stream_pack.sources.sets.recognise import open_folder
 
@@ -137,9 +143,9 @@ class _Opening:
 
         if is_index_name(path.name):
             return open_hugging_face(path, open_file=self._file, watch=self.watch)
-        return self._file(path)
+        return self._file(given)
 
-    def _file(self, path: Path) -> Source:
+    def _file(self, path: str | os.PathLike[str]) -> Source:
         return self.stream(ByteStream.open_path(path))
 
     def stream(self, stream: ByteStream) -> Source:

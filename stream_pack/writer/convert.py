@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import SourceError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
@@ -23,7 +24,7 @@ from stream_pack.sources.open import Convertible, open_source
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack
-from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink, require_path
+from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 
 if TYPE_CHECKING:
     import torch
@@ -171,7 +172,7 @@ def save_file(
         to=to, dtype=dtype, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes,
         allow_blowup=allow_blowup, strict=strict, jobs=jobs,
     )  # fmt: skip
-    require_path("path", path)
+    require_path("path", path, "target")
     return convert_with(tensors, path, options)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType
 from typing import TypeAlias, cast
 
+from stream_pack.arguments.jobs import check_number
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import OptionError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.header import To
 from stream_pack.format.header_kinds import Front, plain_front
 from stream_pack.format.layout import Policy
-from stream_pack.jobs import check_number
 from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
@@ -73,8 +73,8 @@ class ConvertOptions:
         for name in ("allow_blowup", "ignore_unknown", "strict"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
-        if not isinstance(self.spool_dir, (str, os.PathLike, NoneType)):
-            raise _wrong("spool_dir", self.spool_dir, "a path")
+        if self.spool_dir is not None:
+            require_path("spool_dir", self.spool_dir, "folder")
         for name, function in (("progress", self.progress), ("announce", self.announce)):
             if function is not None and not callable(function):
                 raise _wrong(name, function, "a function")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
 from typing import TypeAlias
 
+from stream_pack.arguments.jobs import cores
 from stream_pack.format.head import EncodedHead, Head, encode_footer
 from stream_pack.format.layout import Layout
 from stream_pack.format.records import Footer
-from stream_pack.jobs import cores
 from stream_pack.pipeline.budget import Budget
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions

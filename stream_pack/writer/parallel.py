@@ -24,6 +24,7 @@ from typing import SupportsIndex
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import FormatError, OptionError, SourceError, StateError, UnknownTensorError
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, xxh3
@@ -36,7 +37,7 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import listed, quoted, shown
 from stream_pack.writer.incremental import BytesLike, Specs, UnfinishedPack, chunks_of, require_name, specified
 from stream_pack.writer.options import ConvertOptions
-from stream_pack.writer.sink import FileSink, file_identity, require_path
+from stream_pack.writer.sink import FileSink, file_identity
 from stream_pack.writer.writeback import WritebackFile
 
 __all__ = ["ParallelWriter", "Part", "PartWriter"]
@@ -151,7 +152,7 @@ class PartWriter:
     """
 
     def __init__(self, unfinished_path: str | os.PathLike[str]) -> None:
-        require_path("unfinished_path", unfinished_path)
+        require_path("unfinished_path", unfinished_path, "file")
         self._path = os.path.realpath(unfinished_path)
         self._head = _read_head(unfinished_path)
         fd = os.open(unfinished_path, os.O_WRONLY | os.O_CLOEXEC)

@@ -15,16 +15,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar, runtime_checkable
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import OptionError, StateError
 from stream_pack.format.checksum import zeros
 from stream_pack.pipeline.bytestream import require_binary
 from stream_pack.pipeline.source import Chunk, Zeros
-from stream_pack.text import listed, quoted, shown
+from stream_pack.text import listed, quoted
 from stream_pack.writer.attributes import take_over
 from stream_pack.writer.temporary import Temporary
 from stream_pack.writer.writeback import WritebackFile, rest_of, write_some
 
-__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink", "require_path"]
+__all__ = ["BinaryWriter", "FileSink", "Sink", "StreamSink", "file_identity", "open_sink"]
 
 BATCH_NBYTES = 1 << 20
 BATCH_PARTS = 512
@@ -129,24 +130,27 @@ class FileSink(Sink):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__()
-        require_path("path", path)
+        require_path("path", path, "target")
         self._path = os.fspath(path)
         self._target = os.path.realpath(self._path)
         self.folder = os.path.dirname(self._target)
         old = _stat(self._target)
+        if self._path.endswith("/"):  # realpath drops it, and a file would appear where a folder was meant
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._path)
         if old is not None and not stat.S_ISREG(old.st_mode):
             code = errno.EISDIR if stat.S_ISDIR(old.st_mode) else errno.EINVAL
-            raise OSError(code, os.strerror(code), self._target)
+            raise OSError(code, os.strerror(code), self._path)
         if old is not None:
             _check_sticky(self.folder, old, self._path)
         try:
             temporary = Temporary(self.folder, os.path.basename(self._target), private=old is not None)
         except OSError as error:
             # An error of the folder, under the name that the caller knows.
-            raise OSError(error.errno, error.strerror, self._path) from None
+            named = self._path if os.path.isdir(self.folder) else _missing(self._path, self.folder)
+            raise OSError(error.errno, error.strerror, named) from None
         self._temporary, self._file, self.temporary = temporary, temporary.file, temporary.path
         self._discard = weakref.finalize(self, temporary.discard)
-        self._output = WritebackFile(self._file, name=self._target)
+        self._output = WritebackFile(self._file, name=self._path)
         try:
             if old is not None:
                 self.warnings = take_over(self._file, self._target, old)
@@ -253,6 +257,7 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
     Raises: OSError; OptionError for anything else.
     """
     if isinstance(target, (str, os.PathLike)):
+        require_path("target", target, "target")
         old = _stat(os.path.realpath(os.fspath(target)))
         if old is not None and not stat.S_ISREG(old.st_mode) and not stat.S_ISDIR(old.st_mode):
             # A device, FIFO or socket is written to, never replaced.
@@ -264,12 +269,6 @@ def open_sink(target: str | os.PathLike[str] | int | BinaryWriter) -> Sink:
     raise OptionError(
         f"a target of type {type(target).__name__}: expected a path, a descriptor or a binary file object"
     )
-
-
-def require_path(name: str, path: object) -> None:
-    """Raises: OptionError when the argument ``name`` is no path; a number would name a descriptor."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise OptionError(f"{name}={shown(path)}: expected a path")
 
 
 def file_identity(file: object) -> tuple[int, int] | None:
@@ -289,8 +288,14 @@ def file_identity(file: object) -> tuple[int, int] | None:
 def _stat(path: str) -> os.stat_result | None:
     try:
         return os.stat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def _missing(path: str, folder: str) -> str:
+    """The folder of ``path``, which is none, as the caller wrote it; ``folder`` where a symbolic link leads there."""
+    given = os.path.dirname(path)
+    return folder if os.path.isdir(given or ".") else given
 
 
 def _check_sticky(folder: str, old: os.stat_result, path: str) -> None:

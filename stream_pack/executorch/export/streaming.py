@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import LimitError, OptionError
 from stream_pack.executorch.export.held import CHUNK_NBYTES, Holder
 from stream_pack.executorch.export.patching import Patches
@@ -55,6 +56,7 @@ def streaming_constants(
     """
     if alignment not in ("page", "stock"):
         raise OptionError(f"alignment={alignment!r}: expected 'page' or 'stock'")
+    require_path("folder", folder, "folder")
     holder = Holder(folder, chunk_nbytes=_chunk_nbytes(max_memory))
     # Only now: they import torch and ExecuTorch.
     from stream_pack.executorch.export.hooks import HOOKS, clear_caches
