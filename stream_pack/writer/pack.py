@@ -16,7 +16,7 @@ from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
-from stream_pack.writer.plan import PackSettings, prepare, requests_of
+from stream_pack.writer.plan import PackSettings, prepare, refuse_warnings, requests_of
 from stream_pack.writer.region import RegionHasher, in_turn, weight
 from stream_pack.writer.sink import Sink
 
@@ -98,7 +98,8 @@ def write_pack(
     """Stream ``source`` into ``sink``.
 
     The bytes written depend on the catalog, ``front``, ``policy`` and ``metadata`` alone.
-    Raises: LimitError and SourceError before a byte is written as far as the catalog shows; SourceError, OSError.
+    Raises: LimitError and SourceError before a byte is written as far as the catalog shows; StrictError; SourceError,
+    OSError.
     """
     began = time.perf_counter()
     prepared = prepare(source, settings, in_order=sink.in_order)
@@ -109,6 +110,8 @@ def write_pack(
         )
     writer = PackWriter(prepared.layout, prepared.encoded, sink)
     writer.start(reserve=not source.traits.sparse)
+    if settings.strict:  # now the sink has all of its own; a stream has none
+        refuse_warnings(sink.warnings)
     _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
     checksum = writer.finish()
     sizes = prepared.sizes

@@ -22,7 +22,7 @@ from stream_pack.pipeline.source import Requests, Source
 from stream_pack.report import Sizes
 from stream_pack.text import counted, listed
 
-__all__ = ["PackSettings", "Prepared", "prepare", "requests_of", "warnings_of"]
+__all__ = ["PackSettings", "Prepared", "prepare", "refuse_warnings", "requests_of", "warnings_of"]
 
 PLANNED_NBYTES = 500
 """Memory that planning and encoding take for each tensor, beside what the source holds."""
@@ -99,13 +99,19 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
     unit = settings.chunk_nbytes if settings.max_memory is None else 1
     spool_nbytes = _spool_nbytes(source, layout, chunk_nbytes=unit, in_order=in_order)
     sizes = _sizes_of(source, catalog, layout, encoded, settings.front)
-    if settings.strict and sizes.warnings:
-        raise StrictError(
-            f"{counted(len(sizes.warnings), 'warning')}, which --strict (strict=True) makes errors: "
-            f"{listed(sizes.warnings, most=MAX_WARNINGS, separator='; ', show=str)}; nothing was written",
-            warnings=sizes.warnings,
-        )
+    if settings.strict:
+        refuse_warnings(sizes.warnings)
     return Prepared(layout, encoded, sizes, needs, spool_nbytes)
+
+
+def refuse_warnings(warnings: tuple[str, ...]) -> None:
+    """Raises: StrictError if there are any."""
+    if warnings:
+        raise StrictError(
+            f"{counted(len(warnings), 'warning')}, which --strict (strict=True) makes errors: "
+            f"{listed(warnings, most=MAX_WARNINGS, separator='; ', show=str)}; nothing was written",
+            warnings=warnings,
+        )
 
 
 def _allow_planning(catalog: Catalog, max_memory: int | None) -> None:

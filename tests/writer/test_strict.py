@@ -165,3 +165,16 @@ def test_the_command_exits_3_and_names_each_rule(
     assert said.count("warning: --") == 2
     if "--json" in extra:
         assert len(json.loads(out)["warnings"]) == 2
+
+
+def test_what_only_the_target_can_tell_is_refused_too(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "pack"
+    target.write_bytes(b"old")
+    monkeypatch.setattr("stream_pack.writer.sink.take_over", lambda file, path, old: ("attributes are lost",))
+    with pytest.raises(StrictError, match="1 warning, which .*: attributes are lost; nothing was written"):
+        converted(source, tmp_path, strict=True)
+    assert target.read_bytes() == b"old"
+    assert sorted(os.listdir(tmp_path)) == ["pack", "t.pt"]
+    assert converted(source, tmp_path).warnings == ("attributes are lost",)
