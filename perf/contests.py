@@ -1,7 +1,7 @@
 """The jobs, each against what people use today, or against what the machine can do at best.
 
-Everything runs with a warm page cache: inputs have just been written or read.  "sync" is an fsync of the file,
-which our own writer always does before the file gets its name.
+All but ``verify-cold`` run with a warm page cache: inputs have just been written or read.  "sync" is an fsync of the
+file, which our own writer always does before the file gets its name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import mmap
 import os
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +23,7 @@ import xxhash
 import stream_pack
 from perf.contest import Contender, Contest, timed
 from perf.workspace import PYTHON, Workspace, environment, shell
+from stream_pack.arguments.jobs import cores
 from stream_pack.format import header_kinds, layout
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
@@ -183,23 +185,59 @@ def _load(
 
 
 def verify(work: Workspace, effort: Effort) -> Contest:
-    """All checksums of a pack, against the bare hash over the same bytes."""
+    """All checksums of a pack, against a bare loop that reads and hashes the same bytes on as many threads."""
+    return _verify(work, effort, "verify", jobs=None, cold=False)
+
+
+def verify_one(work: Workspace, effort: Effort) -> Contest:
+    """The same, on one thread."""
+    return _verify(work, effort, "verify-one", jobs=1, cold=False)
+
+
+def verify_cold(work: Workspace, effort: Effort) -> Contest:
+    """The same as :func:`verify`, of a pack that is not in the page cache."""
+    return _verify(work, effort, "verify-cold", jobs=None, cold=True)
+
+
+BARE_STEP_NBYTES = 1 << 20
+BARE_TASK_NBYTES = 32 << 20
+
+
+def _verify(work: Workspace, effort: Effort, name: str, *, jobs: int | None, cold: bool) -> Contest:
     pack = work.pack
 
+    def ours() -> None:
+        assert verify_pack(pack, jobs=jobs).ok
+
+    def task(fd: int, begin: int, nbytes: int) -> None:
+        memory = memoryview(bytearray(BARE_STEP_NBYTES))
+        for at in range(begin, min(begin + BARE_TASK_NBYTES, nbytes), BARE_STEP_NBYTES):
+            xxhash.xxh3_64_intdigest(memory[: os.preadv(fd, [memory], at)])
+
     def bare() -> None:
+        with pack.open("rb") as file, ThreadPoolExecutor(jobs or cores()) as threads:
+            nbytes = pack.stat().st_size
+            begins = range(0, nbytes, BARE_TASK_NBYTES)
+            list(threads.map(lambda begin: task(file.fileno(), begin, nbytes), begins))
+
+    def mapped() -> None:
         with pack.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             xxhash.xxh3_64_intdigest(mapping)
 
-    def ours(jobs: int | None) -> None:
-        assert verify_pack(pack, jobs=jobs).ok
+    def forget() -> None:
+        if cold:
+            with pack.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
+    threads = "one thread" if jobs == 1 else "all cores"
     return Contest(
-        "verify",
-        f"verify a pack of {work.nbytes >> 20} MiB",
+        name,
+        f"verify a pack of {work.nbytes >> 20} MiB, {threads}, {'not ' if cold else ''}page-cached",
         (
-            Contender("verify, all cores", timed(lambda: ours(None))),
-            Contender("verify, one thread", timed(lambda: ours(1))),
-            Contender("XXH3 of the mapping, one thread", timed(bare)),
+            Contender("verify", timed(ours, before=forget)),
+            Contender("pread and XXH3 in a bare loop, as many threads", timed(bare, before=forget)),
+            Contender("XXH3 of the mapping, one thread", timed(mapped, before=forget)),
         ),
         rounds=effort.rounds,
         nbytes=work.nbytes,
@@ -335,6 +373,8 @@ CONTESTS: dict[str, Callable[[Workspace, Effort], Contest]] = {
     "load": load,
     "load-and-read": load_and_read,
     "verify": verify,
+    "verify-one": verify_one,
+    "verify-cold": verify_cold,
     "checksums": checksums,
     "startup": startup,
     "memory": memory,

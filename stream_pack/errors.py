@@ -8,6 +8,7 @@ The classes are grouped by blame:
 * :class:`LimitError` - a limit is exceeded, which is known before the first byte is written;
 * :class:`FormatError` - the file is not a valid pack (found without recomputing checksums);
 * :class:`ChecksumError` - bytes differ from those that were written;
+* :class:`ReadError` - the system cannot read a part of the file;
 * :class:`StateError` - a call in the wrong order;
 * :class:`MissingPackageError` - an optional package that is needed for this is not installed;
 * :class:`UntestedVersionError` - an installed package differs from the versions tested;
@@ -34,6 +35,7 @@ __all__ = [
     "NotAPackError",
     "OptionError",
     "RawPayloadError",
+    "ReadError",
     "SourceChecksumError",
     "SourceError",
     "StateError",
@@ -172,6 +174,22 @@ class ChecksumError(StreamPackError, ValueError):
     part: str
     expected: int
     actual: int
+    file_begin: int
+    file_end: int
+    tensors: tuple[str, ...]
+    tensor_count: int
+    buffer: int
+    block: int
+
+
+class ReadError(StreamPackError, OSError):
+    """The system cannot read bytes of the pack: a bad sector, a network drive that is gone.
+
+    Attributes: ``errno`` and ``strerror`` (the system's), ``filename``, ``file_begin`` and ``file_end`` (half-open byte
+    range in the pack); for a block also those of :class:`ChecksumError`, but for ``expected`` and ``actual``.
+    """
+
+    part: str
     file_begin: int
     file_end: int
     tensors: tuple[str, ...]

@@ -59,6 +59,8 @@ REVIEWED = {
     ("sources/torch_save/zip_records.py", "found[1]"),
     ("sources/torch_save/zip_records.py", "found[2]"),
     ("sources/torch_save/zip_records.py", "wide or stated"),
+    # The system's words.
+    ("reader/file_range.py", "error.strerror"),
     # The caller's own values, and dtypes as NumPy and torch print them.
     ("reader/safe_open.py", "str(device)"),
     ("reader/views.py", "dtype"),

@@ -36,6 +36,7 @@ from stream_pack.errors import (
     NotAPackError,
     OptionError,
     RawPayloadError,
+    ReadError,
     StreamPackError,
 )
 from stream_pack.text import printable
@@ -173,6 +174,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def _exit_of(error: StreamPackError, command: Command) -> int:
+    if isinstance(error, ReadError):
+        return MACHINE
     unusable = isinstance(error, NotAPackError | RawPayloadError | NewerVersionError)
     damaged = isinstance(error, FormatError | ChecksumError) and not unusable
     return DAMAGE if command.reads == "pack" and damaged else INPUT

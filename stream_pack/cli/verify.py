@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from stream_pack.cli.arguments import Command, add_file, add_flag, add_jobs, local_file
-from stream_pack.cli.exits import DAMAGE, DONE
+from stream_pack.cli.exits import DAMAGE, DONE, MACHINE
 from stream_pack.cli.progress import progress_bar
 from stream_pack.cli.terminal import Standard
 from stream_pack.text import counted, human_nbytes, printable
@@ -31,22 +31,25 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
         standard.write(json.dumps(report.to_json()))
     elif report.damages:
         for damage in report.damages:
-            standard.write(printable(damage.message))
+            standard.write(printable(f"{arguments.source}: {damage.message}"))
         if not report.complete:
-            standard.write("the rest of the file could not be verified because of this damage")
+            standard.write(printable(f"{arguments.source}: not all of it could be verified because of this damage"))
     elif not arguments.quiet:
         standard.write(
             f"{printable(arguments.source)}: no damage: {counted(report.tensors, 'tensor')}, "
             f"{counted(report.blocks, 'block')}, {human_nbytes(report.nbytes)} verified"
         )
-    return DAMAGE if report.damages else DONE
+    if all(damage.unreadable for damage in report.damages):
+        return MACHINE if report.damages else DONE
+    return DAMAGE
 
 
 VERIFY = Command(
     summary="recompute all checksums of a pack and list all damage",
     description="Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range. A file "
     "that ExecuTorch wrote has no checksums: its structural faults are listed, and the packs inside it are verified; "
-    "if no fault is found, the exit code is 3, because the file itself could not be verified.",
+    "if no fault is found, the exit code is 3, because the file itself could not be verified.  Where the system cannot "
+    "read the file, it is 4 unless there is other damage.",
     reads="pack",
     add_arguments=_add_arguments,
     run=_run,

@@ -6,7 +6,7 @@ proves it, from the same bytes a file or a pipe delivers.  Source: docs/FORMAT.m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from stream_pack.errors import ChecksumError, FormatError
@@ -18,9 +18,20 @@ from stream_pack.format.header_kinds import MAX_HEADER_NBYTES, Front, decode_hea
 from stream_pack.format.index import Index, decode_index, encode_index
 from stream_pack.format.layout import Layout
 from stream_pack.format.limits import MAX_HEAD_NBYTES, MAX_NBYTES, MAX_RECORD_NBYTES
-from stream_pack.format.records import FOOTER_NBYTES, LOCATOR_NBYTES, Footer, Locator, uncover
+from stream_pack.format.records import (
+    CHECKSUM_NBYTES,
+    FOOTER_NBYTES,
+    LOCATOR_NBYTES,
+    RECORD_TAIL_NBYTES,
+    Footer,
+    Locator,
+    uncover,
+)  # fmt: skip
 
-__all__ = ["EncodedHead", "Head", "check_region", "decode_head", "encode_footer", "encode_head", "root_checksum"]
+__all__ = [
+    "EncodedHead", "Head", "assemble_head", "check_region", "checksum_place", "decode_head", "encode_footer",
+    "encode_head", "index_place", "root_checksum",
+]  # fmt: skip
 
 INDEX_ALIGNMENT = 64
 """A cache line: columns that NumPy reads in place are aligned whatever the graph's length."""
@@ -128,22 +139,63 @@ def decode_head(data: memoryview) -> Head:
     """
     found = decode_header(bytes(data[:MAX_HEADER_NBYTES]))
     check_region(found)
-    region, region_nbytes = found.region_file_offset, found.region_nbytes
+    region = found.region_file_offset
     if region != len(data):
         raise FormatError(f"the header places the region at byte {region}, the head has {len(data)} bytes")
-    locator, locator_nbytes = Locator.decode(data)
-    front = len(data) - locator_nbytes
-    actual = xxh3((data[:front], uncover(data[front:])))
-    if actual != locator.checksum:
+    begin, end = checksum_place(region)
+    return assemble_head(
+        found,
+        data[-MAX_RECORD_NBYTES:],
+        checksum=xxh3((data[:begin], data[end:])),
+        read_index=lambda begin, nbytes: data[begin : begin + nbytes],
+    )
+
+
+def checksum_place(region_file_offset: int) -> tuple[int, int]:
+    """Where the head checksum is: the only bytes of a head that it does not cover."""
+    end = region_file_offset - RECORD_TAIL_NBYTES
+    return end - CHECKSUM_NBYTES, end
+
+
+def index_place(tail: bytes | memoryview, region_file_offset: int) -> tuple[int, int]:
+    """Where a locator that nothing has proved yet places the index; its nbytes are 0 if that is outside the head."""
+    try:
+        locator, nbytes = Locator.decode(tail)
+    except FormatError:
+        return 0, 0
+    room = region_file_offset - nbytes - locator.index_file_offset
+    return (locator.index_file_offset, locator.index_nbytes) if 0 <= locator.index_nbytes <= room else (0, 0)
+
+
+def assemble_head(
+    found: Header,
+    tail: memoryview,
+    *,
+    checksum: int,
+    read_index: Callable[[int, int], memoryview],
+) -> Head:
+    """Validate a head that was read in parts.
+
+    ``tail``: its last bytes, with all of the locator.  ``checksum``: the XXH3 of all of it but :func:`checksum_place`.
+    ``read_index(begin, nbytes)`` returns the index; its columns are views of that.
+
+    Raises: FormatError, NewerVersionError, ChecksumError.
+    """
+    region, region_nbytes = found.region_file_offset, found.region_nbytes
+    expected = Locator.stored_checksum(tail)
+    if Locator.stands_before(tail) and checksum != expected:
+        # Before the version, in which a flipped bit is damage too.
         raise ChecksumError(
-            f"the head (bytes 0 to {len(data)}) is damaged: its checksum is {actual:016x}, "
-            f"the locator says {locator.checksum:016x}",
+            f"the head (bytes 0 to {region}) is damaged: its checksum is {checksum:016x}, "
+            f"the locator says {expected:016x}",
             part="head",
-            expected=locator.checksum,
-            actual=actual,
+            expected=expected,
+            actual=checksum,
             file_begin=0,
-            file_end=len(data),
+            file_end=region,
         )
+    locator, locator_nbytes = Locator.decode(tail)
+    front = region - locator_nbytes
     begin, nbytes = locator.index_file_offset, locator.index_nbytes
     least = found.kind.header_nbytes
     if begin % INDEX_ALIGNMENT or begin < least or begin > front or nbytes > front - begin:
@@ -152,7 +204,7 @@ def decode_head(data: memoryview) -> Head:
             f"{least} to {front}, or not at a multiple of {INDEX_ALIGNMENT}"
         )
     graph_end = _graph_end(found, begin)
-    index = decode_index(data[begin : begin + nbytes], region_nbytes=region_nbytes)
+    index = decode_index(read_index(begin, nbytes), region_nbytes=region_nbytes)
     region_end = region + region_nbytes
     footer_nbytes = locator.pack_nbytes - region_end - index.checksums_nbytes
     unit = index.alignment.region
@@ -194,9 +246,7 @@ def _graph_end(found: Header, index_file_offset: int) -> int:
     return begin + found.graph_nbytes
 
 
-def root_checksum(
-    head_checksum: int, checksums: Iterator[bytes | memoryview] | tuple[bytes | memoryview, ...], footer: bytes
-) -> int:
+def root_checksum(head_checksum: int, checksums: Iterable[bytes | memoryview], footer: bytes) -> int:
     """The pack's root value: over the head's checksum, the block checksums and the footer without its own."""
     return xxh3((head_checksum.to_bytes(8, "little"), *checksums, uncover(footer)))
 

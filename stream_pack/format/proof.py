@@ -7,20 +7,24 @@ length from a damaged head means nothing.  Source: docs/FORMAT.md, "What a reade
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
+    NewerVersionError,
     NotAPackError,
     RawPayloadError,
+    ReadError,
     TrailingBytesError,
     TruncatedError,
 )
+from stream_pack.format.checksum import xxh3
 from stream_pack.format.file_kinds import CHECKPOINTS, SNIFF_NBYTES, describe_start, sniff
 from stream_pack.format.head import Head, check_region, decode_head, root_checksum
 from stream_pack.format.header import Header
@@ -33,15 +37,18 @@ __all__ = [
     "END_NBYTES",
     "START_NBYTES",
     "Users",
+    "Wrong",
     "block_error",
     "prove_checksums",
     "prove_footer",
     "prove_head",
     "prove_header",
     "prove_length",
+    "prove_locator",
     "prove_reach",
     "truncated",
     "truncated_head",
+    "unreadable_block",
     "wrong_blocks",
 ]
 
@@ -92,11 +99,21 @@ def prove_head(data: memoryview, header: Header, *, end: Callable[[], bytes | No
     Copies: none; the index's columns are views of ``data``.
     Raises: RawPayloadError, NewerVersionError, FormatError, ChecksumError.
     """
-    if Locator.stands_before(data):
-        return decode_head(data)
+    prove_locator(data, header, end=end)
+    return decode_head(data)
+
+
+def prove_locator(tail: bytes | memoryview, header: Header, *, end: Callable[[], bytes | None]) -> None:
+    """A locator is at the end of ``tail``, which is where the head ends; ``end`` as for :func:`prove_head`.
+
+    Raises: RawPayloadError, FormatError.
+    """
+    if Locator.stands_before(tail):
+        return
     if Footer.stands_before(end() or b""):
         raise FormatError(
-            f"no locator at the expected position before byte {len(data)}, but a footer at the end; the file is damaged"
+            f"no locator at the expected position before byte {header.region_file_offset}, but a footer at the end; "
+            "the file is damaged"
         )
     raise RawPayloadError(
         f"neither locator nor footer: a raw {header.kind.raw}, in which nothing can be verified, or a pack damaged in "
@@ -138,13 +155,20 @@ def prove_footer(head: Head, footer: bytes) -> Footer:
     return record
 
 
-def prove_checksums(head: Head, checksums: bytes | memoryview, footer: bytes) -> None:
+def prove_checksums(head: Head, checksums: Iterable[bytes | memoryview], footer: bytes) -> Footer:
     """The block checksums are those that were written with this head: the root checksum in the footer covers both.
 
-    Raises: FormatError, NewerVersionError; ChecksumError.
+    ``checksums``: their bytes, in parts.
+
+    Raises: FormatError; ChecksumError; NewerVersionError only where the root checksum is right.
     """
-    expected = prove_footer(head, footer).checksum
-    actual = root_checksum(head.checksum, (checksums,), footer)
+    record: Footer | NewerVersionError
+    try:
+        record = prove_footer(head, footer)
+    except NewerVersionError as error:
+        record = error
+    expected = Footer.stored_checksum(footer)
+    actual = root_checksum(head.checksum, checksums, footer)
     if actual != expected:
         begin, end = head.checksums_file_offset, head.pack_nbytes
         raise ChecksumError(
@@ -156,6 +180,9 @@ def prove_checksums(head: Head, checksums: bytes | memoryview, footer: bytes) ->
             file_begin=begin,
             file_end=end,
         )
+    if isinstance(record, NewerVersionError):
+        raise record
+    return record
 
 
 def truncated_head(header: Header, available: int) -> TruncatedError:
@@ -178,31 +205,50 @@ def truncated(
     )
 
 
-def wrong_blocks(
-    read: Callable[[int, int], NDArray[np.uint8]], head: Head, checksums: NDArray[np.uint64], first: int, end: int
-) -> list[tuple[int, int]]:
-    """Number and actual checksum of the damaged blocks among ``[first, end)``.
+Wrong: TypeAlias = "int | ReadError"
+"""What is wrong with a block: the checksum that it has, or why it cannot be read."""
 
-    ``read(file_offset, nbytes)`` returns bytes of the pack.
+
+def wrong_blocks(
+    read: Callable[[int, int, int], Iterable[memoryview]],
+    head: Head,
+    expected: Iterable[int],
+    first: int,
+    end: int,
+) -> list[tuple[int, Wrong]]:
+    """Number and actual checksum of the blocks among ``[first, end)`` that have not the ``expected`` one.
+
+    ``read(file_begin, file_end, ahead)`` returns bytes of the pack, in parts; what will be asked for ends at ``ahead``.
+
+    Raises: what ``read`` raises, but ReadError.
     """
-    wrong = []
-    expected = checksums[first:end].tolist()
-    for block, (begin, stop), value in zip(range(first, end), _extents(head.index, first, end), expected):
-        data = read(head.region_file_offset + begin, stop - begin)
-        actual = xxhash.xxh3_64_intdigest(memoryview(data))
+    wrong: list[tuple[int, Wrong]] = []
+    extents = _extents(head, first, end)
+    ahead = extents[-1][1] if extents else 0
+    for block, (begin, stop), value in zip(range(first, end), extents, expected):
+        try:
+            parts = iter(read(begin, stop, ahead))
+            part = next(parts)
+            # At once where it is whole.
+            whole = len(part) == stop - begin
+            actual = xxhash.xxh3_64_intdigest(part) if whole else xxh3(chain((part,), parts))
+        except ReadError as error:
+            wrong.append((block, error))
+            continue
         if actual != value:
             wrong.append((block, actual))
     return wrong
 
 
-def _extents(index: Index, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Begin and end (offsets) of each of the blocks ``[first, end)``, numbered through all buffers."""
+def _extents(head: Head, first: int, end: int) -> list[tuple[int, int]]:
+    """Begin and end (file offsets) of each of the blocks ``[first, end)``, numbered through all buffers."""
+    index = head.index
     blocks = np.arange(first, end)
     buffers = np.searchsorted(index.block_ends, blocks, side="right")
-    offsets, nbytes = index.buffer_offsets[buffers], index.buffer_nbytes[buffers]
+    offsets, nbytes = index.buffer_offsets[buffers] + head.region_file_offset, index.buffer_nbytes[buffers]
     begins = (blocks - index.first_blocks[buffers]) * index.block_nbytes
     ends = np.minimum(begins + index.block_nbytes, nbytes)
-    return zip((offsets + begins).tolist(), (offsets + ends).tolist())
+    return list(zip((offsets + begins).tolist(), (offsets + ends).tolist()))
 
 
 class Users:
@@ -239,22 +285,40 @@ class Users:
 
 def block_error(head: Head, users: Users, block: int, *, expected: int, actual: int) -> ChecksumError:
     """The error that says which bytes of the pack differ, and which tensors own them."""
+    text, attributes = _block_place(head, users, block)
+    return ChecksumError(
+        f"{text} is damaged: its checksum is {actual:016x}, expected {expected:016x}",
+        expected=expected,
+        actual=actual,
+        **attributes,
+    )
+
+
+def unreadable_block(head: Head, users: Users, block: int, error: ReadError) -> ReadError:
+    """``error``, with the block in which it happened, and the tensors that own it."""
+    text, attributes = _block_place(head, users, block)
+    of_system = {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+    return ReadError(f"{text} cannot be read: {error.strerror}", **of_system, **attributes)
+
+
+def _block_place(head: Head, users: Users, block: int) -> tuple[str, dict[str, object]]:
+    """Where a block is, in words and as attributes of an error."""
     index = head.index
     buffer, number, begin, end = index.block_range(block)
     offset = int(index.buffer_offsets[buffer])
     tensors, count = users.of(offset + begin, offset + end)
     file_offset = head.region_file_offset + offset
     file_begin, file_end = file_offset + begin, file_offset + end
-    return ChecksumError(
+    text = (
         f"tensor {listed(tensors, most=3, total=count)}: block {number} of buffer {buffer} (bytes {file_begin} to "
-        f"{file_end} of the pack) is damaged: its checksum is {actual:016x}, expected {expected:016x}",
-        part="block",
-        expected=expected,
-        actual=actual,
-        file_begin=file_begin,
-        file_end=file_end,
-        tensors=tensors,
-        tensor_count=count,
-        buffer=buffer,
-        block=number,
+        f"{file_end} of the pack)"
     )
+    return text, {
+        "part": "block",
+        "file_begin": file_begin,
+        "file_end": file_end,
+        "tensors": tensors,
+        "tensor_count": count,
+        "buffer": buffer,
+        "block": number,
+    }

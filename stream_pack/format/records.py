@@ -1,7 +1,7 @@
 """Locator and footer: the two records that are read from their end.
 
-The last 16 bytes of either never change: u32 record nbytes, u32 version, 8-byte magic.  Before them are u64 fields, the
-checksum last.  A later minor change adds fields at the front, so known fields keep their distance from the end; a
+The last 24 bytes of either never change: u64 checksum, u32 record nbytes, u32 version, 8-byte magic.  Before them are
+u64 fields.  A later minor change adds fields at the front, so known fields keep their distance from the end; a
 change of meaning raises the version, and a reader refuses one above its own.
 """
 
@@ -14,12 +14,16 @@ from typing import ClassVar, TypeVar
 from stream_pack.errors import FormatError, NewerVersionError
 from stream_pack.format.limits import MAX_RECORD_NBYTES
 
-__all__ = ["FOOTER_NBYTES", "LOCATOR_NBYTES", "VERSION", "Footer", "Locator", "uncover"]
+__all__ = [
+    "CHECKSUM_NBYTES", "FOOTER_NBYTES", "LOCATOR_NBYTES", "RECORD_TAIL_NBYTES", "VERSION", "Footer", "Locator",
+    "uncover",
+]  # fmt: skip
 
 VERSION = 1
 
 _TAIL = struct.Struct("<II8s")
-_CHECKSUM_NBYTES = 8
+CHECKSUM_NBYTES = 8
+RECORD_TAIL_NBYTES = _TAIL.size
 
 _R = TypeVar("_R", bound="_Record")
 
@@ -49,6 +53,12 @@ class _Record:
     def stands_before(cls, tail: bytes | memoryview) -> bool:
         """Whether ``tail`` ends with this record's magic."""
         return bytes(tail[-len(cls.MAGIC) :]) == cls.MAGIC
+
+    @classmethod
+    def stored_checksum(cls, tail: bytes | memoryview) -> int:
+        """The checksum in the record that ends where ``tail`` ends, of whatever version."""
+        end = len(tail) - _TAIL.size
+        return int.from_bytes(tail[max(0, end - CHECKSUM_NBYTES) : end], "little")
 
     @classmethod
     def decode(cls: type[_R], tail: bytes | memoryview) -> tuple[_R, int]:
@@ -115,7 +125,7 @@ def uncover(record: bytes | memoryview) -> bytes:
     """A record's bytes without its checksum field, which no checksum covers."""
     record = bytes(record)
     end = len(record) - _TAIL.size
-    return record[: end - _CHECKSUM_NBYTES] + record[end:]
+    return record[: end - CHECKSUM_NBYTES] + record[end:]
 
 
 LOCATOR_NBYTES = Locator.nbytes()

@@ -12,7 +12,7 @@ from stream_pack.et_files.payload import Payload
 from stream_pack.et_files.survey import Survey
 from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, Inspection
 from stream_pack.inspection.rows import rows_of
-from stream_pack.reader.mapping import FileRange
+from stream_pack.reader.file_range import FileRange
 from stream_pack.reader.opening import naming
 from stream_pack.reader.payload import index_of, survey_file
 

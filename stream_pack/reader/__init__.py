@@ -1,7 +1,8 @@
 """Opens packs: maps them, and hands their tensors to NumPy and PyTorch.
 
 * ``pack``, ``safe_open``: the public entry points, :func:`stream_pack.open` and the API of safetensors.
-* ``opening``: what is proved of a file before it is used.  ``mapping``: its memory.
+* ``file_range``: its bytes, read by position.  ``opening``: what is proved of them before they are used.
+* ``mapping``: the file as memory.
 * ``views``: tensors and slices of them.  ``tensors``: their torch storages.  ``lending``: what memory is in use.
 * ``verify``: recomputes all checksums.  ``damage``: the report of that.  ``blocks``: checksums proved on first use.
 * ``payload``, ``verify_et_file``: files as ExecuTorch writes them.

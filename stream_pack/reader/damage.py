@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from stream_pack.errors import ChecksumError, FormatError
+from stream_pack.errors import ChecksumError, FormatError, ReadError
 
 __all__ = ["Damage", "VerifyReport", "hiding_the_rest"]
 
@@ -17,7 +17,8 @@ class Damage:
     ``"block"``, ``"checksums"`` or ``"footer"``; in files that ExecuTorch wrote also ``"constant"``, ``"range"`` and
     ``"segment"``.  ``tensors`` are those affected, as far as that is known.
     ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
-    100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises.
+    100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises; a ReadError where the
+    system could not read the bytes.
 
     Units: bytes; the half-open range ``[file_begin, file_end)`` counts from the pack's first byte.
     """
@@ -25,7 +26,7 @@ class Damage:
     part: str
     file_begin: int
     file_end: int
-    error: FormatError | ChecksumError
+    error: FormatError | ChecksumError | ReadError
     tensors: tuple[str, ...] = ()
     tensor_count: int | None = None
     buffer: int | None = None
@@ -41,21 +42,27 @@ class Damage:
         """What is wrong, where, and which tensors it affects."""
         return str(self.error)
 
+    @property
+    def unreadable(self) -> bool:
+        """Whether the bytes could not be read at all: a fault of the disk or the network, not of what was written."""
+        return isinstance(self.error, ReadError)
+
     def to_json(self) -> dict[str, object]:
         """All fields, the error as its message; checksums as 16 hex digits."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         error = plain.pop("error")
         if isinstance(error, ChecksumError):
             plain |= {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
-        return {**plain, "message": self.message, "tensors": list(self.tensors)}
+        return {**plain, "unreadable": self.unreadable, "message": self.message, "tensors": list(self.tensors)}
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """What was verified, and all damage found, in file order.
 
-    ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and their bytes.  ``complete`` is False
-    when the damage hides where the rest is, so that it could not be verified.
+    ``path``: the file, as it was given.  ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and
+    their bytes.  ``complete`` is False when part of the file could not be verified: the damage hides where it is, or it
+    cannot be read.  ``checksum``: the root checksum, where it was proved; None for a file that is no pack.
     """
 
     tensors: int
@@ -63,6 +70,9 @@ class VerifyReport:
     nbytes: int
     complete: bool
     damages: tuple[Damage, ...]
+    path: str = ""
+    checksum: int | None = None
+    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -75,9 +85,11 @@ class VerifyReport:
             raise self.damages[0].error
 
     def to_json(self) -> dict[str, object]:
-        """All fields."""
+        """All fields, the checksum as 16 hex digits."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"ok": self.ok, **plain, "damages": [damage.to_json() for damage in self.damages]}
+        checksum = None if self.checksum is None else f"{self.checksum:016x}"
+        damages = [damage.to_json() for damage in self.damages]
+        return {"ok": self.ok, **plain, "checksum": checksum, "damages": damages}
 
 
 def hiding_the_rest(damage: Damage, *, tensors: int = 0) -> VerifyReport:

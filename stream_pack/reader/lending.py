@@ -131,9 +131,7 @@ class Lender:
 
         ``tensors``: those that :meth:`close` names for them.  Raises: StateError, TruncatedError.
         """
-        mapping = self.mapping
-        mapping.file.check_available()
-        array = mapping.array(file_offset, nbytes)
+        array = self.mapping.array(file_offset, nbytes)
         self._track(array, set(tensors))
         return array
 
@@ -227,4 +225,4 @@ def _prove(state: _Open, tensor: int, start: int, nbytes: int) -> None:
     if state.check is not None and buffer != NO_BUFFER:
         begin = int(index.tensor_starts[tensor]) + start
         with naming(state.mapping.file):
-            state.check.check(state.mapping, buffer, begin, begin + nbytes)
+            state.check.check(buffer, begin, begin + nbytes)

@@ -1,150 +1,61 @@
-"""Files as memory: a range of a file mapped read-only and shared, and on demand private and copy-on-write.
+"""Files as memory: a range of a file mapped read-only and shared, and private and copy-on-write, both on demand.
 
-:class:`FileRange` is a range of an open file; :class:`Mapping` is its memory.  Arrays of a mapping keep it mapped.
+Arrays of a mapping keep it mapped.  Nothing is proved through one: see :mod:`stream_pack.reader.file_range`.
 """
 
 from __future__ import annotations
 
 import errno
 import mmap
-import operator
-import os
 import platform
-import stat
 import sys
 import threading
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.arguments.paths import require_path
-from stream_pack.errors import MappingInUse, OptionError, StateError, TruncatedError
+from stream_pack.errors import MappingInUse
+from stream_pack.reader.file_range import FileRange
 
-__all__ = ["FileRange", "Mapping", "map_shared"]
-
-
-class FileRange:
-    """The bytes of a regular file from ``offset`` on, open for reading.
-
-    ``name`` is the path as given, ``path`` the absolute one.  ``available`` is how many bytes there were on opening: up
-    to the file's end, at most ``nbytes``.  ``identity`` distinguishes states of a file.
-
-    Units: bytes; ``offset`` counts from the file's first byte.
-    Raises: OptionError for anything but numbers from 0 on; OSError, also for anything but a regular file, because only
-    those can be mapped; every method, once closed, StateError, also when another thread closes it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
-        try:
-            offset, nbytes = operator.index(offset), None if nbytes is None else operator.index(nbytes)
-        except TypeError:
-            raise OptionError("offset and nbytes: expected whole numbers") from None
-        if offset < 0 or (nbytes is not None and nbytes < 0):
-            raise OptionError(f"offset={offset}, nbytes={nbytes}: expected non-negative integers")
-        require_path("path", path, "file")
-        self.name = os.fsdecode(path)
-        self.path = os.path.abspath(self.name)
-        self.offset = offset
-        # Not blocking: opening a FIFO would wait for its writer.
-        self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        self._close = weakref.finalize(self, os.close, self._fd)
-        # Reentrant, as all locks here: a finalizer that closes the pack may run wherever memory is allocated.
-        self._lock = threading.RLock()
-        status = os.fstat(self._fd)  # of what was opened: the path may be another file by now
-        if stat.S_ISDIR(status.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.name)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file: only regular files can be mapped", self.name)
-        self.identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        room = max(0, status.st_size - offset)
-        self.available = room if nbytes is None else min(nbytes, room)
-
-    def read(self, file_offset: int, nbytes: int) -> bytes:
-        """Bytes ``[file_offset, file_offset + nbytes)`` of the range, fewer where it ends; a copy."""
-        parts = []
-        nbytes = min(nbytes, self.available - file_offset)
-        while nbytes > 0:
-            with self.descriptor() as fd:
-                part = os.pread(fd, nbytes, self.offset + file_offset)
-            if not part:
-                break
-            parts.append(part)
-            file_offset += len(part)
-            nbytes -= len(part)
-        return b"".join(parts)
-
-    def check_available(self) -> None:
-        """Prove that the file was not truncated: touching a mapped page past its end is a bus error.
-
-        Raises: TruncatedError.
-        """
-        end = self.offset + self.available
-        with self.descriptor() as fd:
-            actual = os.fstat(fd).st_size
-        if actual < end:
-            raise TruncatedError(
-                f"{self.path} was truncated while it was open: expected {end} bytes, found {actual}; replace a pack "
-                "by renaming a new one over it, never in place",
-                expected_nbytes=end,
-                actual_nbytes=actual,
-            )
-
-    @contextmanager
-    def descriptor(self) -> Iterator[int]:
-        """The descriptor, kept open inside the ``with``: once closed, its number may be another file's."""
-        with self._lock:
-            if not self._close.alive:
-                raise self.closed_error()
-            yield self._fd
-
-    def closed_error(self) -> StateError:
-        """The error for use after closing."""
-        return StateError(f"{self.path} is closed: open it again")
-
-    def close(self) -> None:
-        """Close the descriptor; mappings stay."""
-        with self._lock:
-            self._close()
-
-
-def map_shared(file: FileRange, nbytes: int) -> NDArray[np.uint8]:
-    """The first ``nbytes`` (at least one) of a file range, read-only and shared; the array keeps the mapping."""
-    return _array(*_map(file, 0, nbytes, private=False), nbytes)
+__all__ = ["Mapping"]
 
 
 class Mapping:
     """The first ``nbytes`` of a file range as memory.
 
-    Two maps of the same pages: a shared, read-only one, and, made on first use, a private one, in which a page becomes
-    a copy when it is written to; the file never changes.
+    Two maps of the same pages, each made on first use (one takes a descriptor until Python 3.13): a shared, read-only
+    one, and a private one, in which a page becomes a copy when it is written to; the file never changes.
 
     Units: bytes; file offsets count from the range's first byte.
     Copies: none.
     Lifetime: every array keeps its map open; :meth:`release` leaves arrays valid, :meth:`close` refuses while there
     are any.
-    Raises: StateError once closed or released, also by another thread.
+    Raises: StateError once closed or released, also by another thread; TruncatedError when the file has become shorter
+    than ``nbytes``.
     """
 
     def __init__(self, file: FileRange, nbytes: int) -> None:
         self.file = file
         self.nbytes = nbytes
-        self._shared: tuple[mmap.mmap, int] | None = _map(file, 0, nbytes, private=False)
+        self._shared: tuple[mmap.mmap, int] | None = None
         self._private: tuple[mmap.mmap, int] | None = None
         self._private_refused = False
         self._lock = threading.RLock()
 
     def array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, read-only."""
+        self.check_length()
         shared = self._shared
         if shared is None:
-            raise self.file.closed_error()
+            with self._lock:
+                if self._shared is None:
+                    self._shared = _map(self.file, 0, self.nbytes, private=False)
+                shared = self._shared
         return self._array(shared, file_offset, nbytes)
 
     def writable_array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, copy-on-write."""
+        self.check_length()
         with self._lock:
             if self._private is None and not self._private_refused:
                 try:
@@ -157,6 +68,10 @@ class Mapping:
                 return self._array(self._private, file_offset, nbytes)
         # The system refuses a private map of all: map just what is needed.
         return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
+
+    def check_length(self) -> None:
+        """Raises: TruncatedError unless the file still has all that is mapped; StateError."""
+        self.file.check_length(self.nbytes)
 
     def _array(self, map_: tuple[mmap.mmap, int], file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         mapped, delta = map_

@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stream_pack.errors import StateError, StreamPackError
-from stream_pack.format.head import Head
-from stream_pack.format.header import Header
-from stream_pack.format.proof import END_NBYTES, START_NBYTES, prove_head, prove_header, prove_reach
-from stream_pack.reader.mapping import FileRange, map_shared
+import numpy as np
 
-__all__ = ["naming", "read_footer", "read_head", "read_header"]
+from stream_pack.errors import NotAPackError, StateError, StreamPackError
+from stream_pack.format.checksum import xxh3
+from stream_pack.format.head import Head, assemble_head, checksum_place, index_place
+from stream_pack.format.header import Header
+from stream_pack.format.limits import MAX_RECORD_NBYTES
+from stream_pack.format.proof import (
+    END_NBYTES,
+    START_NBYTES,
+    prove_checksums,
+    prove_header,
+    prove_locator,
+    prove_reach,
+)  # fmt: skip
+from stream_pack.format.records import Footer
+from stream_pack.reader.file_range import FileRange, Window
+
+__all__ = ["naming", "prove_tail", "read_footer", "read_head", "read_header"]
 
 
 def read_header(file: FileRange) -> Header:
@@ -19,24 +31,53 @@ def read_header(file: FileRange) -> Header:
 
     Raises: as :func:`stream_pack.format.proof.prove_header`.
     """
-    return prove_header(file.read(0, START_NBYTES))
+    start = file.read(0, START_NBYTES)
+    if not start and file.offset:
+        nbytes = file.identity[2]
+        raise NotAPackError(f"nothing is there: the file has only {nbytes} bytes")
+    return prove_header(start)
 
 
 def read_head(file: FileRange) -> Head:
-    """Everything before the region, validated; the index's columns are views of a map of their own.
+    """Everything before the region, validated.
 
-    Raises: NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, ChecksumError, FormatError.
+    Copies: the index, whose columns are views of the copy; nothing else of the head stays in memory.
+    Raises: NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, ChecksumError, FormatError; ReadError.
     """
     header = read_header(file)
     prove_reach(header, file.available)
-    data = memoryview(map_shared(file, header.region_file_offset))
-    return prove_head(data, header, end=lambda: file.read(file.available - END_NBYTES, END_NBYTES))
+    region = header.region_file_offset
+    tail_nbytes = min(region, MAX_RECORD_NBYTES)
+    tail = file.array(region - tail_nbytes, tail_nbytes).data
+    prove_locator(tail, header, end=lambda: file.read(file.available - END_NBYTES, END_NBYTES))
+    index_begin, index_nbytes = index_place(tail, region)
+    index = np.empty(index_nbytes, np.uint8).data
+    window = Window(file)
+
+    def covered() -> Iterator[memoryview]:
+        yield from window.parts(0, index_begin)
+        file.fill(index_begin, index)
+        yield index
+        begin, end = checksum_place(region)
+        yield from window.parts(index_begin + index_nbytes, begin)
+        yield from window.parts(end, region)
+
+    return assemble_head(header, tail, checksum=xxh3(covered()), read_index=lambda begin, nbytes: index)
 
 
 def read_footer(file: FileRange, head: Head) -> bytes:
     """All bytes after the block checksums; a copy."""
     begin = head.footer_file_offset
-    return file.read(begin, head.pack_nbytes - begin)
+    return file.array(begin, head.pack_nbytes - begin).tobytes()
+
+
+def prove_tail(file: FileRange, head: Head) -> Footer:
+    """The block checksums, read in steps, and the footer.
+
+    Raises: as :func:`stream_pack.format.proof.prove_checksums`; ReadError.
+    """
+    checksums = Window(file).parts(head.checksums_file_offset, head.footer_file_offset)
+    return prove_checksums(head, checksums, read_footer(file, head))
 
 
 @contextmanager

@@ -19,27 +19,27 @@ from stream_pack.format.file_kinds import SNIFF_NBYTES, Kind, sniff
 from stream_pack.format.header import HeadKind
 from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.ranges import starts_apart
+from stream_pack.reader.file_range import FileRange
 from stream_pack.reader.lending import Contents
-from stream_pack.reader.mapping import FileRange, map_shared
 from stream_pack.reader.opening import read_head, read_header
 
-__all__ = ["MappedFile", "index_of", "read_payload", "survey_file"]
+__all__ = ["FileParts", "index_of", "read_payload", "survey_file"]
 
 
-class MappedFile:
-    """A file range as :class:`stream_pack.et_files.payload.ReadFile`.  Copies: none."""
+class FileParts:
+    """A file range as :class:`stream_pack.et_files.payload.ReadFile`.  Copies: what is read."""
 
     def __init__(self, file: FileRange) -> None:
-        self._memory = memoryview(map_shared(file, file.available))
+        self._file = file
 
     @property
     def nbytes(self) -> int:
         """The range's length."""
-        return len(self._memory)
+        return self._file.available
 
     def read(self, begin: int, nbytes: int) -> memoryview:
-        """Bytes ``[begin, begin + nbytes)``, in place."""
-        return self._memory[begin : begin + nbytes]
+        """Bytes ``[begin, begin + nbytes)``, fewer at the end.  Raises: ReadError, TruncatedError."""
+        return self._file.array(begin, max(0, min(nbytes, self.nbytes - begin))).data
 
     def keep(self, begin: int, end: int) -> None:
         """Does nothing: all of the file stays readable."""
@@ -52,11 +52,11 @@ def survey_file(file: FileRange) -> Survey | None:
     surveyed.
     """
     if sniff(file.read(0, SNIFF_NBYTES)) is Kind.PTE:
-        return survey_program(MappedFile(file))
+        return survey_program(FileParts(file))
     try:
         read_head(file)
     except RawPayloadError:
-        return survey_payload(MappedFile(file))
+        return survey_payload(FileParts(file))
     return None
 
 
@@ -68,7 +68,7 @@ def read_payload(file: FileRange, kind: HeadKind) -> Contents:
     header = read_header(file)
     if header.kind is not kind:
         raise NotAPackError(f"expected a payload of kind {kind.name!r}, found the header of {header.kind.name!r}")
-    survey = survey_payload(MappedFile(file))
+    survey = survey_payload(FileParts(file))
     if survey.fatal_fault is not None:
         raise FormatError(survey.fatal_fault.text)
     (payload,) = survey.payloads

@@ -10,7 +10,7 @@ from stream_pack.et_files.constants import Fault
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.header_kinds import KINDS
 from stream_pack.reader.damage import Damage, VerifyReport, hiding_the_rest
-from stream_pack.reader.mapping import FileRange
+from stream_pack.reader.file_range import FileRange
 from stream_pack.reader.payload import survey_file
 from stream_pack.text import counted
 
@@ -29,7 +29,7 @@ def verify_et_file(file: FileRange, verify_pack: Callable[[int, int], VerifyRepo
     except (NotAPackError, NewerVersionError):
         raise
     except TruncatedError as error:
-        return hiding_the_rest(Damage("length", file.available, error.expected_nbytes, error))
+        return hiding_the_rest(Damage("length", error.actual_nbytes, error.expected_nbytes, error))
     except FormatError as error:
         return hiding_the_rest(Damage("graph", 0, file.available, error))
     assert survey is not None  # a pack was verified as such

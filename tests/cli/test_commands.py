@@ -32,6 +32,7 @@ import stream_pack
 from stream_pack import cli
 from stream_pack.cli import main
 from stream_pack.cli.progress import PlainBar, progress_bar
+from tests.support.packs import reseal
 
 COMMAND = [sys.executable, "-m", "stream_pack"]
 WEIGHTS = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -876,11 +877,28 @@ def test_a_pack_of_a_later_version_is_not_called_damaged(
     content = bytearray(pack.read_bytes())
     begin, _ = region(content)
     content[begin - 12 : begin - 8] = (99).to_bytes(4, "little")  # the locator's version, then its magic of 8 bytes
-    pack.write_bytes(content)
+    pack.write_bytes(reseal(content))
     target = [str(tmp_path / "target")] if command == ["convert"] else []
     assert main([*command, str(pack), *target]) == 3
     _, err = capfd.readouterr()
     assert_one_line(err, "newer stream_pack")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("record", ["locator", "footer"])
+def test_a_flipped_version_is_damage_and_not_a_later_version(
+    record: str, command: str, pack: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = bytearray(pack.read_bytes())
+    end = region(content)[0] if record == "locator" else len(content)
+    for bit in range(32):
+        content[end - 12 + bit // 8] ^= 1 << bit % 8
+        pack.write_bytes(content)
+        assert main([command, str(pack)]) == 1
+        out, err = capfd.readouterr()
+        assert "damaged" in out + err
+        assert "newer" not in out + err
+        content[end - 12 + bit // 8] ^= 1 << bit % 8
 
 
 def test_a_damaged_pack_is_not_what_a_conversion_wants(

@@ -31,7 +31,7 @@ from stream_pack import (
     TruncatedError,
 )
 from stream_pack.format import proof
-from stream_pack.format.proof import Users, wrong_blocks
+from stream_pack.format.proof import Users, Wrong, wrong_blocks
 from stream_pack.reader.verify import VerifyReport, verify
 from tests.support.damage import Share, may_refuse, some_or_all
 from tests.support.packs import BLOCK_NBYTES, FOOTER, pack_bytes, places, reseal, tensors
@@ -396,7 +396,7 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], set[int]]:
         barrier = threading.Barrier(parties, timeout=60)
         threads: set[int] = set()
 
-        def meet(*arguments: Any) -> list[tuple[int, int]]:
+        def meet(*arguments: Any) -> list[tuple[int, Wrong]]:
             threads.add(threading.get_ident())
             barrier.wait()  # a pool of fewer threads never gets past it
             return wrong_blocks(*arguments)

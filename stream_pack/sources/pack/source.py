@@ -171,7 +171,7 @@ class PackSource(Source):
         head = self._head
         table = b"".join(self._chunks(head.index.checksums_nbytes, STEP_NBYTES))
         footer = b"".join(self._chunks(head.pack_nbytes - head.footer_file_offset, STEP_NBYTES))
-        prove_checksums(head, table, footer)
+        prove_checksums(head, (table,), footer)
         return np.frombuffer(table, "<u8")
 
     def _check(self, checksums: NDArray[np.uint64], block: int, computed: list[int] | array[int]) -> int:
