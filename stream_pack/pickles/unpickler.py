@@ -14,7 +14,7 @@ be made to collide); nothing here or downstream recurses over what the file nest
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import NoReturn
 
@@ -43,6 +43,13 @@ MAX_INTEGER_NBYTES = 1024
 """Python prints integers of up to 4,300 digits (about 1,785 bytes) without complaint."""
 MAX_MARKS = 10_000
 """C's pickler stops at about 1,000 levels, with a few marks each."""
+MAX_NESTED = 10_000
+"""Values in values, however they came there."""
+MAX_WAITING = 100_000
+"""Containers on the stack that hold nothing yet: each may be inside the one before it.  A pickler has as many as it has
+levels, and the empty ones of a tuple."""
+FEW = 8
+"""Items of a container that are all looked at in search of a chain."""
 MAX_STACK = 1_000_000
 """Items between two marks; picklers flush lists and dicts every 1,000 items."""
 
@@ -86,6 +93,44 @@ def malformed(why: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(f"the checkpoint's pickle is damaged or hostile: {why}")
 
 
+def _holds_nothing(value: object) -> bool:
+    return not (value.parts if type(value) is Opaque else value) if type(value) in _FILLED_LATER else False
+
+
+_FILLED_LATER = (list, dict, Opaque)
+_CONTAINERS = (list, tuple, dict, Opaque, OddKey)
+
+
+def _nested_deeper(value: object, most: int) -> bool:
+    """Whether a chain of values in values, down from ``value``, goes on for more than ``most`` levels.
+
+    Of few items the last container is followed, of many the last item: whoever hides a chain has to write as much
+    beside it.  What holds itself has no end, and is no chain.
+    """
+    met = value
+    for depth in range(most + 1):
+        if isinstance(value, list | tuple):
+            inner: Sequence[object] = value
+        elif type(value) is dict:
+            inner = tuple(value.values()) if len(value) <= FEW else (value[next(reversed(value))],)
+        elif type(value) is Opaque:
+            inner = value.parts
+        elif type(value) is OddKey:
+            inner = (value.key,)
+        else:
+            return False
+        if not inner:
+            return False
+        value = inner[-1]
+        if len(inner) <= FEW:
+            value = next((item for item in reversed(inner) if isinstance(item, _CONTAINERS)), None)
+        if value is met:
+            return False
+        if depth & (depth - 1) == 0:
+            met = value
+    return True
+
+
 class Unpickler:
     """One pickle, read from ``read_some`` (which gives some bytes at each call, none at the end) until its STOP.
 
@@ -118,6 +163,7 @@ class Unpickler:
         self._odd_memo: dict[int, object] = {}  # what they stored under other numbers
         self._created = 0
         self._longest = 0  # of the dicts
+        self._look_at = MAX_WAITING  # items on the stack at which its containers are counted
 
     @property
     def rest(self) -> bytes:
@@ -155,8 +201,7 @@ class Unpickler:
 
     def _read(self, nbytes: int) -> None:
         """Have ``nbytes`` bytes ahead, or raise; looks at the limits on the way, once in a piece."""
-        if len(self._stack) > MAX_STACK:
-            raise self._malformed(f"more than {MAX_STACK} values wait on its stack")
+        self._check_stack()
         if self._created + self._memoized > MAX_OBJECTS:
             raise self._malformed(f"it holds more than {MAX_OBJECTS} objects")
         self._watch.allow(STRING_COPIES * nbytes + GROWTH_NBYTES * self._longest)
@@ -174,6 +219,20 @@ class Unpickler:
         if self._passed + nbytes > MAX_NBYTES:
             raise self._malformed(f"it is longer than {MAX_NBYTES} bytes")
         self._data, self._at = b"".join(pieces), 0
+
+    def _check_stack(self) -> None:
+        """Refuse values that are nested without end, which no step after this one should have to follow."""
+        stack = self._stack
+        if len(stack) > MAX_STACK:
+            raise self._malformed(f"more than {MAX_STACK} values wait on its stack")
+        if len(stack) <= MAX_WAITING:
+            self._look_at = MAX_WAITING
+        elif len(stack) > self._look_at:
+            self._look_at = len(stack) + MAX_WAITING // 4  # so that all looks together take no longer than the stack
+            if sum(map(_holds_nothing, stack[-3 * MAX_WAITING :])) > MAX_WAITING:  # keys may be between them
+                raise self._malformed(f"more than {MAX_WAITING} containers wait on its stack")
+        if _nested_deeper(stack[-FEW:], MAX_NESTED) or _nested_deeper(self._memo[-1:], MAX_NESTED):
+            raise self._malformed(f"values nested more than {MAX_NESTED} deep")
 
     def _take(self, nbytes: int) -> bytes:
         begin = self._at

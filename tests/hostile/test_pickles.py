@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from stream_pack.errors import LimitError, SourceError, UnsupportedCheckpointError
+from stream_pack.pickles.globals import TorchObjects
+from stream_pack.pickles.unpickler import STEP_NBYTES, Unpickler
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import pipe_stream
 from tests.sources.source_suite import collect, options, requests_for
@@ -251,14 +253,14 @@ def shared_twice(levels: int) -> bytes:
 
 
 DEEP = {
-    "tuples": b")" + b"\x85" * 200_000,
-    "lists": b"]" * 100_000 + b"a" * 99_999,
-    "dicts": (b"}" + text("a")) * 100_000 + b"N" + b"s" * 100_000,
-    "a key": b"}" + b")" + b"\x85" * 100_000 + b"Ns",
-    "an object": b"ctorch\nSize\n)R" + b"\x85" * 100_000,
+    "tuples": b")" + b"\x85" * 9_000,
+    "lists": b"]" * 9_000 + b"a" * 8_999,
+    "dicts": (b"}" + text("a")) * 9_000 + b"N" + b"s" * 9_000,
+    "a key": b"}" + b")" + b"\x85" * 9_000 + b"Ns",
+    "an object": b"ctorch\nSize\n)R" + b"\x85" * 9_000,
     "bombs of tuples": shared_twice(200),
     "a bomb as a key": b"}" + shared_twice(200) + b"Ns",
-    "ordered dicts": (b"ccollections\nOrderedDict\n)R" + text("a")) * 50_000 + b"N" + b"s" * 50_000,
+    "ordered dicts": (b"ccollections\nOrderedDict\n)R" + text("a")) * 9_000 + b"N" + b"s" * 9_000,
 }
 
 
@@ -271,15 +273,61 @@ def test_deep_or_exponential_nesting_neither_recurses_nor_hangs(value: bytes) ->
     gc.collect()
 
 
+MILLION = 1_000_000
+ENDLESS = {
+    "lists": b"]" * MILLION + b"a" * (MILLION - 1),
+    "lists with a memo": b"".join(b"]r" + struct.pack("<I", k) for k in range(MILLION)) + b"a" * (MILLION - 1),
+    "dicts": (b"}" + text("a")) * MILLION + b"N" + b"s" * MILLION,
+    "tuples": b")" + b"\x85" * MILLION,
+    "pairs, the inner one first": b")" + b"N\x86" * MILLION,
+    "pairs, the inner one last": b")q\1" + b"0Nh\1\x86q\1" * MILLION,
+    "marks": b"(" * MILLION + b"t" * MILLION,
+    "lists put into the next by the memo": b"]q\1" + b"]h\1aq\1" * MILLION,
+    "dicts put into the next by the memo": b"}q\1" + (b"}" + text("a") + b"h\1sq\1") * MILLION,
+    "objects": b"cm\nX\n" * MILLION + b"b" * (MILLION - 1),
+    "objects called with the one before": b"N" + b"\x85q\1" + b"0cm\nX\nh\1R\x85q\1" * MILLION,
+    "sets": b"\x8f" * MILLION + b"(N\x90" + b"0" * (MILLION - 1),
+}
+
+
+@pytest.mark.parametrize("value", ENDLESS.values(), ids=ENDLESS)
+def test_values_nested_a_million_deep_are_refused_before_they_take_time_or_memory(value: bytes) -> None:
+    read = 0
+
+    def read_some() -> bytes:
+        nonlocal read
+        read += STEP_NBYTES
+        return data[read - STEP_NBYTES : read]
+
+    for data in (state_dict(value), value + b"."):
+        read = 0
+        found = TorchObjects()
+        tracemalloc.start()
+        try:
+            with pytest.raises(UnsupportedCheckpointError, match="deep|containers wait"):
+                Unpickler(read_some, find_global=found.find_global, find_persistent=found.find_persistent).load()
+            assert tracemalloc.get_traced_memory()[1] < 40 * MIB
+        finally:
+            tracemalloc.stop()
+        assert read < len(data) / 5
+
+
+def test_a_cycle_is_not_taken_for_endless_nesting() -> None:
+    parent = b"cm\nX\n)Rq\1}(" + text("child") + b"cm\nX\n)R}" + text("parent") + b"h\1sb"
+    values = parent + b"".join(text(f"k{k}") + b"N" for k in range(20_000)) + text("again") + b"h\1ub"
+    with pytest.raises(UnsupportedCheckpointError, match="names 'm.X'"):
+        open_pickle(state_dict(values, tensor()))
+
+
 def test_a_big_value_under_many_keys_is_looked_through_once() -> None:
-    big = b"](" + b"]" * 100_000 + b"e"
+    big = b"](" + b"]" * 90_000 + b"e"
     shared = b"".join(text(f"k{k}") + b"h\1\x85s" for k in range(50_000))  # looked through each time: hours
     source = open_pickle(state_dict(big + b"q\1", tensor())[:-1] + shared + b".")
     assert source.ignored == 50_001
 
 
 def test_deep_nesting_around_a_tensor_is_found() -> None:
-    data = state_dict(tensor() + b"\x85" * 100_000)
+    data = state_dict(tensor() + b"\x85" * 9_000)
     with pytest.raises(UnsupportedCheckpointError, match="nested below 'w0'"):
         open_pickle(data)
 

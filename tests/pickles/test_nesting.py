@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,15 @@ import torch
 
 import stream_pack
 from stream_pack.cli import main
-from stream_pack.errors import OptionError, UnsupportedCheckpointError
+from stream_pack.errors import LimitError, OptionError, UnsupportedCheckpointError
+from stream_pack.pickles.contents import name_of
 from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.open import open_source
 from tests.hostile.test_pickles import shared_twice, tensor, with_pickle
 from tests.sources.source_suite import collect, options, requests_for
 from tests.sources.torch_save.test_legacy import legacy
+from tests.support.memory import anonymous_nbytes
 from tests.support.taking import taken
 from tests.support.torch_zips import as_torch_has_it, saved
 
@@ -345,7 +348,7 @@ def test_nesting_is_followed_a_hundred_levels_deep_and_no_further() -> None:
     assert pickled(dicts(100, tensor()), ".").catalog.names == (".".join("k" * 100),)
     with pytest.raises(UnsupportedCheckpointError, match="more than 100 levels deep"):
         pickled(dicts(101, tensor()), ".")
-    deep = b"}" + text("deep") + dicts(50_000, b"N") + b"s" + text("w") + tensor() + b"s"
+    deep = b"}" + text("deep") + dicts(5_000, b"N") + b"s" + text("w") + tensor() + b"s"
     assert pickled(deep, ".").catalog.names == ("w",)
 
 
@@ -364,6 +367,60 @@ def test_a_shared_dict_that_would_have_endless_names_is_refused() -> None:
         level += b"q\1" + b"0}" + text("a") + b"h\1s" + text("b") + b"h\1s"
     with pytest.raises(UnsupportedCheckpointError, match="names of the tensors take more than"):
         pickled(level, ".")
+
+
+def laughs(levels: int, *, key: str = "l") -> bytes:
+    """A list whose parts are the one below it, twice: 2 ** levels ways to one tensor."""
+    return (
+        b"}"
+        + text("model")
+        + b"}"
+        + text("w")
+        + tensor()
+        + b"s"
+        + text(key)
+        + b"]"
+        + tensor()
+        + b"aq\1"
+        + (b"0]h\1ah\1aq\1" * levels)
+        + b"ss"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "selection"),
+    [(None, {}), (".", {}), ("model", {}), ("model.l", {}), (".", {"include": "*.w"}), (None, {"exclude": "l.*"})],
+)
+def test_names_are_counted_before_one_is_made(
+    monkeypatch: pytest.MonkeyPatch, key: Key, selection: dict[str, str]
+) -> None:
+    """40 levels: a billion names, of which torch.load knows nothing."""
+    looked_at = 0
+
+    def counted(key: object) -> str:
+        nonlocal looked_at
+        looked_at += 1
+        return name_of(key)
+
+    monkeypatch.setattr("stream_pack.pickles.contents.name_of", counted)
+    monkeypatch.setattr("stream_pack.pickles.tensor_names.name_of", counted)
+    data = with_pickle(b"\x80\x02" + laughs(40) + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedCheckpointError, match=r"take more than .*--key .* does not help"):
+            stream_pack.forecast(io.BytesIO(data), key=key, **selection)  # type: ignore[arg-type]
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert 0 < looked_at < 1000
+    assert pickled(laughs(3), key).catalog.names[-1].endswith("1.1.1.0")
+
+
+def test_names_that_memory_has_no_room_for_are_refused_before_one_is_made() -> None:
+    data = with_pickle(b"\x80\x02" + laughs(18) + b".")
+    assert anonymous_nbytes() < 3 << 30
+    with pytest.raises(LimitError, match="max-memory"):
+        stream_pack.forecast(io.BytesIO(data), key=".", max_memory=anonymous_nbytes() + (24 << 20))
 
 
 def test_a_bomb_of_shared_tuples_around_no_tensor_is_looked_through_once() -> None:
