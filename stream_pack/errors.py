@@ -252,9 +252,9 @@ class AlignmentError(MetalError):
 
 
 class TensorTooLarge(MetalError):
-    """Tensors that are too large for a buffer of the device.  Attributes: ``tensors``, ``nbytes``, ``limit``.
+    """Tensors that are too large for a buffer of the device, or have a dim that a library cannot have.
 
-    ``nbytes`` is the length of the largest.
+    Attributes: ``tensors``, ``nbytes`` (of the largest), ``limit`` (in bytes, or of a dim).
     """
 
     tensors: tuple[str, ...]

@@ -3,7 +3,8 @@
 * ``weights``, ``views``: the public entry point; tensors as Metal binds them.
 * ``device``, ``objc``, ``finalizers``: the GPU and its buffers; the Objective-C runtime, through ctypes; what happens
   when they are collected.
-* ``rules``, ``plan``: what Metal requires, as arithmetic; how a Mac will use a pack, predicted on any machine.
+* ``rules``, ``placement``, ``plan``: what Metal requires, as arithmetic; which buffer each tensor is in; how a Mac will
+  use a pack, predicted on any machine.
 * ``interop``: the same tensors in PyTorch, MLX and pyobjc.
 
 Importing this loads nothing of Apple's; on other systems :func:`open` raises MetalUnavailable, and

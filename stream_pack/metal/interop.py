@@ -11,16 +11,18 @@ import ctypes
 import functools
 import importlib
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import c_int32, c_int64, c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
 from typing import TYPE_CHECKING, Any
 
-from stream_pack.errors import MetalUnavailable, UnsupportedDtype
+from stream_pack.errors import MetalUnavailable, TensorTooLarge, UnsupportedDtype
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device
 from stream_pack.metal.finalizers import Finalizer, cancel, keep_while, when_collected
+from stream_pack.metal.rules import MAX_DIM, NDARRAY_NBYTES
 from stream_pack.metal.views import MetalView
 from stream_pack.reader.tensors import torch_form
 from stream_pack.text import quoted
@@ -77,6 +79,29 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, c_void_p)
+
+
+def _dlpack_type(view: MetalView) -> tuple[int, int]:
+    if view.dtype not in DLPACK_TYPES:
+        raise UnsupportedDtype(
+            f"tensor {quoted(view.name)} has the dtype {quoted(view.dtype)}, which DLPack or MPS lacks; cast it with "
+            "--dtype when it is packed, or use view.buffer and view.offset",
+            tensor=view.name,
+            dtype=view.dtype,
+        )
+    return DLPACK_TYPES[view.dtype]
+
+
+def _refuse_wide(view: MetalView, library: str) -> None:
+    """Raises: TensorTooLarge for a dim that the library cannot have."""
+    if max(view.shape, default=0) > MAX_DIM:
+        raise TensorTooLarge(
+            f"tensor {quoted(view.name)} has the shape {list(view.shape)}, and {library} has no dims above {MAX_DIM}; "
+            "pack it in another shape, or use view.buffer and view.offset",
+            tensors=(view.name,),
+            nbytes=view.nbytes,
+            limit=MAX_DIM,
+        )
 
 
 class _Lease:
@@ -148,14 +173,7 @@ class _Lent:
 
     def _structure(self, view: MetalView, *, keep: bool) -> int:
         """The address of a DLManagedTensor, followed by shape and strides."""
-        if view.dtype not in DLPACK_TYPES:
-            raise UnsupportedDtype(
-                f"tensor {quoted(view.name)} has the dtype {quoted(view.dtype)}, which DLPack or MPS lacks; cast it "
-                "with --dtype when it is packed, or use view.buffer and view.offset",
-                tensor=view.name,
-                dtype=view.dtype,
-            )
-        code, bits = DLPACK_TYPES[view.dtype]
+        code, bits = _dlpack_type(view)
         buffer = view.buffer
         # PyTorch honours byte_offset only beside strides, and not for tensors without dims (pytorch#170432).
         shape = view.shape or (1,)
@@ -244,9 +262,17 @@ def to_torch(view: MetalView) -> torch.Tensor:
     Raises: UnsupportedDtype; TypeError for a dtype that torch does not have; MissingPackageError without torch;
     MetalUnavailable for a PyTorch that ignores the tensor's offset in its buffer.
     """
+    _dlpack_type(view)
     dtype, shape = torch_form(view.dtype, view.shape)
     import torch
 
+    if view.nbytes and max(view.shape, default=0) > MAX_DIM:
+        warnings.warn(
+            f"tensor {quoted(view.name)} has the shape {list(view.shape)}: operations of MPS abort, or raise an error, "
+            f"on a dim above {MAX_DIM}; give it another shape with .view() first",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     if not view.nbytes:
         return torch.empty(shape, dtype=dtype, device="mps")
     with _lent().capsule(view, keep=False) as capsule:
@@ -267,8 +293,10 @@ def to_mlx(view: MetalView) -> Any:
 
     Copies: none.
     Lifetime: the array keeps the buffer, the buffer keeps the memory.
-    Raises: UnsupportedDtype; MetalBufferError for a tensor of 0 bytes; ImportError without MLX.
+    Raises: UnsupportedDtype; TensorTooLarge for a dim above 2147483647, which MLX does not have; MetalBufferError for a
+    tensor of 0 bytes; ImportError without MLX.
     """
+    _refuse_wide(view, "MLX")
     mlx = importlib.import_module("mlx.core")
     with _lent().capsule(view) as capsule:
         producer = _Producer(capsule)
@@ -297,10 +325,19 @@ def mps_graph_feed(view: MetalView) -> Any:
 
     Copies: none.
     Lifetime: it holds the buffer, the buffer holds the memory.
-    Raises: UnsupportedDtype; AlignmentError unless the tensor starts at a page; MetalBufferError for a tensor of 0
-    bytes; ImportError without pyobjc-framework-MetalPerformanceShadersGraph.
+    Warns: RuntimeWarning from 4 GiB on, where MPS may abort, also on macOS 15.
+    Raises: UnsupportedDtype; TensorTooLarge for a dim above 2147483647, on which MPS aborts; AlignmentError unless the
+    tensor starts at a page; MetalBufferError for a tensor of 0 bytes; ImportError without
+    pyobjc-framework-MetalPerformanceShadersGraph.
     """
     dtype = view.mps_dtype
+    _refuse_wide(view, "MPS")
+    if view.nbytes >= NDARRAY_NBYTES:
+        warnings.warn(
+            f"tensor {quoted(view.name)} has {view.nbytes} bytes: from 4 GiB on MPS may abort, also on macOS 15",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     graph = importlib.import_module("MetalPerformanceShadersGraph")
     buffer = as_pyobjc(view.own_buffer())
     data = graph.MPSGraphTensorData.alloc()

@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.format.align import PAGE_NBYTES
+from stream_pack.errors import AlignmentError
 from stream_pack.format.index import Index
+from stream_pack.metal.placement import place
 from stream_pack.metal.rules import (
     CONSTANT_ALIGNMENT,
     IOS_HINT,
     IOS_MAP_NBYTES,
+    MAX_DIM,
     MPS_DATA_TYPES,
-    NO_WINDOW,
-    OLD_NDARRAY_NBYTES,
+    NDARRAY_NBYTES,
     plan_windows,
 )
 from stream_pack.reader.pack import Pack
@@ -55,8 +56,9 @@ class Unbound:
 class MetalPlan:
     """What :func:`stream_pack.metal.open` will do with a pack.
 
-    ``mapped_nbytes``: of all windows together; ``copied_nbytes``: of the ``unbound`` tensors, which must be copied to
-    be used.  ``own_buffers``: how many tensors can have an MTLBuffer that begins with them.
+    ``mapped_nbytes``: of all windows together; ``unbound_nbytes``: of the ``unbound`` tensors.  Asking for one of these
+    raises TensorTooLarge; the others can be used.  Where the pack is not at a page of its file, all are unbound, and
+    opening raises AlignmentError.  ``own_buffers``: how many tensors can have an MTLBuffer that begins with them.
     """
 
     path: str
@@ -64,7 +66,7 @@ class MetalPlan:
     tensors: int
     windows: tuple[PlannedWindow, ...]
     mapped_nbytes: int
-    copied_nbytes: int
+    unbound_nbytes: int
     own_buffers: int
     unbound: tuple[Unbound, ...]
     warnings: tuple[str, ...]
@@ -77,10 +79,13 @@ class MetalPlan:
         """One line of text."""
         text = (
             f"Metal: {counted(len(self.windows), 'window')} of at most {human_nbytes(self.max_buffer_length)}, "
-            f"{human_nbytes(self.mapped_nbytes)} mapped, {human_nbytes(self.copied_nbytes)} copied"
+            f"{human_nbytes(self.mapped_nbytes)} mapped, nothing copied"
         )
         if self.unbound:
-            text += f"; {len(self.unbound)} of {self.tensors} tensors cannot be used in place"
+            text += (
+                f"; {len(self.unbound)} of {self.tensors} tensors ({human_nbytes(self.unbound_nbytes)}) cannot be used "
+                "in place"
+            )
         return text
 
     def to_text(self) -> str:
@@ -113,14 +118,18 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
     index = pack._contents.index
     nbytes = index.tensor_nbytes
     held = nbytes > 0
-    placed = pack.offset % PAGE_NBYTES == 0
-    plan = plan_windows(index.offsets, nbytes if placed else np.zeros_like(nbytes), max_buffer_length=max_buffer_length)
-    outside = np.flatnonzero(held & (plan.of == NO_WINDOW)).tolist()
-    reason = (
-        f"too large for a buffer of at most {max_buffer_length} bytes"
-        if placed
-        else f"alignment: the pack begins at byte {pack.offset} of its file, not at a multiple of {PAGE_NBYTES}"
-    )
+    try:
+        placement = place(pack, max_buffer_length=max_buffer_length)
+        plan, own = placement.windows, placement.own
+        unbound = placement.too_large.tolist()
+        reason = f"too large for a buffer of at most {max_buffer_length} bytes"
+    except AlignmentError as error:
+        plan, own = plan_windows(index.offsets[:0], nbytes[:0], max_buffer_length=max_buffer_length), held[:0]
+        unbound = np.flatnonzero(held).tolist()
+        reason = (
+            f"alignment: the pack begins at byte {error.value} of its file, not at a multiple of {error.alignment}, "
+            "and opening it is refused"
+        )
     windows = []
     for window, (begin, end) in enumerate(zip(plan.begins.tolist(), plan.ends.tolist())):
         tensors = plan.tensors(window)
@@ -132,9 +141,9 @@ def plan_metal(pack: Pack, *, max_buffer_length: int = MAX_BUFFER_LENGTH) -> Met
         tensors=len(index),
         windows=tuple(windows),
         mapped_nbytes=sum(window.nbytes for window in windows),
-        copied_nbytes=int(nbytes[outside].sum()),
-        own_buffers=int(((plan.of != NO_WINDOW) & (index.offsets % PAGE_NBYTES == 0)).sum()),
-        unbound=tuple(Unbound(index.name(t), int(nbytes[t]), reason) for t in outside),
+        unbound_nbytes=int(nbytes[unbound].sum()),
+        own_buffers=int(own.sum()),
+        unbound=tuple(Unbound(index.name(t), int(nbytes[t]), reason) for t in unbound),
         warnings=tuple(_warnings(index, held)),
     )
 
@@ -144,9 +153,16 @@ def _warnings(index: Index, held: NDArray[np.bool_]) -> Iterator[str]:
         return listed([index.name(int(tensors.argmax()))], most=1, total=int(tensors.sum()))
 
     nbytes = index.tensor_nbytes
-    long = nbytes >= OLD_NDARRAY_NBYTES
+    long = nbytes >= NDARRAY_NBYTES
     if long.any():
-        yield f"4 GiB or more: MPS aborts on systems before macOS 15 ({some(long)})"
+        yield (
+            f"4 GiB or more: MPS may abort, also on macOS 15, and be wrong without an error on macOS 26 ({some(long)})"
+        )
+    wide = np.zeros(len(index), np.bool_)
+    wide[index.ragged_dims.rows[index.dims > MAX_DIM]] = True
+    wide &= held
+    if wide.any():
+        yield f"a dim above {MAX_DIM}: MPS aborts, and MLX has no such shape ({some(wide)})"
     for number, dtype in enumerate(index.dtype_names):
         tensors = index.tensor_dtypes == number
         if not tensors.any():

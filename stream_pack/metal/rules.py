@@ -23,9 +23,10 @@ __all__ = [
     "CONSTANT_ALIGNMENT",
     "IOS_HINT",
     "IOS_MAP_NBYTES",
+    "MAX_DIM",
     "MPS_DATA_TYPES",
+    "NDARRAY_NBYTES",
     "NO_WINDOW",
-    "OLD_NDARRAY_NBYTES",
     "Windows",
     "check_limit",
     "check_range",
@@ -39,8 +40,17 @@ CONSTANT_ALIGNMENT = 256
 """Of an offset in ``setBuffer:offset:atIndex:``, constant space, on Macs without Apple silicon.  (Device space requires
 the alignment of the element, at most 16, which every tensor of a pack has.)"""
 
-OLD_NDARRAY_NBYTES = 1 << 32
-"""MPSNDArray aborts from this length on, on systems before macOS 15: its lengths had 32 bits."""
+NDARRAY_NBYTES = 1 << 32
+"""From this length on MPS may abort ("total bytes of NDArray > 2**32"): always on macOS 13 (pytorch#124635), and by
+operation later.
+
+Source: reports of macOS 15.1 (pytorch#143477), 15.2 (pytorch#143859) and 15.3 (pytorch#149261); the list of operations,
+pytorch#149325, is open.  On macOS 26 a fill of more was silently wrong (pytorch#161265)."""
+
+MAX_DIM = (1 << 31) - 1
+"""The largest dim of an MPSNDArray, which aborts above it ("NDArray dimension length > INT_MAX"), and of an MLX array.
+
+Source: pytorch#158824, since which PyTorch raises an error; MLX, python/src/convert.cpp, check_shape_dim."""
 
 IOS_MAP_NBYTES = 2 << 30
 """About how much an app may map on iOS without an entitlement."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import warnings
@@ -10,13 +9,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 
-import numpy as np
-
-from stream_pack.errors import AlignmentError, MappingInUse, MetalUnavailable, OptionError, StateError, TensorTooLarge
+from stream_pack.errors import AlignmentError, MappingInUse, MetalUnavailable, OptionError, StateError
 from stream_pack.format.align import PAGE_NBYTES, align_up
 from stream_pack.metal import objc
 from stream_pack.metal.device import Buffer, Device, Residency, require_own_process
-from stream_pack.metal.rules import NO_WINDOW, Windows, check_limit, plan_windows
+from stream_pack.metal.placement import place, too_large
+from stream_pack.metal.rules import NO_WINDOW, check_limit
 from stream_pack.metal.views import MetalView, no_buffer
 from stream_pack.reader.pack import Pack, Verify
 from stream_pack.reader.pack import open as open_pack
@@ -40,16 +38,16 @@ def open(
 
     ``source``: a path, for which ``verify``, ``offset`` and ``nbytes`` are those of :func:`stream_pack.open` (with
     ``verify="lazy"`` a tensor's blocks are proved before its first use), or an open pack, which the caller closes.
-    A pack inside another file must begin at a page there.
+    A pack inside another file must begin at a multiple of 16384 there.
     ``device``: None for the system's default.  ``max_buffer_length``, in bytes, makes windows smaller than the device
     allows.  ``allow_discrete`` permits a GPU without unified memory, which reads over PCIe, about 25 times slower.
     ``residency`` keeps the buffers resident (see :class:`Residency`).
 
     Copies: none.
-    Warns: RuntimeWarning when the windows exceed the working set that the device recommends.
-    Raises: MetalUnavailable, TensorTooLarge (naming all that are), AlignmentError, MetalBufferError, LimitError for a
-    ``max_buffer_length`` below one page, OptionError for an option that has no meaning; what :func:`stream_pack.open`
-    raises.
+    Warns: RuntimeWarning when tensors are too large for a buffer (only asking for one of them raises TensorTooLarge),
+    and when the windows exceed the working set that the device recommends.
+    Raises: MetalUnavailable; AlignmentError; MetalBufferError; LimitError for a ``max_buffer_length`` below one page;
+    OptionError for an option that has no meaning; what :func:`stream_pack.open` raises.
     """
     device = device or Device.default()
     if not device.has_unified_memory and not allow_discrete:
@@ -85,17 +83,11 @@ class Weights(Mapping[str, MetalView]):
     """
 
     def __init__(self, pack: Pack, device: Device, limit: int, *, residency: bool, owns_pack: bool) -> None:
-        if pack.offset % mmap.PAGESIZE:
-            raise AlignmentError(
-                f"{pack.path}: the pack begins at byte {pack.offset}, not at a multiple of {mmap.PAGESIZE}, and cannot "
-                "be used in place; align the segment that holds it, or copy the pack into its own file",
-                value=pack.offset,
-                alignment=mmap.PAGESIZE,
-            )
         self.pack = pack
         self.device = device
         self._region_file_offset = pack._head.region_file_offset
-        self._plan = _plan(pack, limit)
+        self._placement = place(pack, max_buffer_length=limit)
+        self._plan = self._placement.windows
         self._owns_pack = owns_pack
         self._closed = False
         # Windows are kept; buffers of single tensors live only while they are used.
@@ -108,17 +100,24 @@ class Weights(Mapping[str, MetalView]):
         self._users: dict[tuple[int, int], set[int]] = {}
         self._lock = threading.RLock()
         self._residency: Residency | None = None
-        self._warn_of_working_set()
+        self._warn()
         # All of them now: a refusal by Metal is known before the first tensor is used.
         buffers = self._all_windows()
         if residency:
             self._residency = Residency(device, buffers)
 
     def __repr__(self) -> str:
-        held = f"{len(self._plan.of)} tensors in {len(self._plan)} windows"
+        held = f"{counted(len(self._plan.of), 'tensor')} in {counted(len(self._plan), 'window')}"
         return f"<Weights {self.pack.path!r}, {'closed' if self._closed else held}>"
 
-    def _warn_of_working_set(self) -> None:
+    def _warn(self) -> None:
+        if self.too_large:
+            warnings.warn(
+                f"{self.pack.path}: too large for one MTLBuffer, which may have {self._placement.limit} bytes here: "
+                f"{listed(self.too_large)}; asking for it raises TensorTooLarge",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         total = int((self._plan.ends - self._plan.begins).sum())
         recommended = self.device.recommended_working_set
         if total > recommended:
@@ -135,8 +134,13 @@ class Weights(Mapping[str, MetalView]):
         require_own_process(self.device.pid)
 
     @property
+    def too_large(self) -> tuple[str, ...]:
+        """The tensors that no MTLBuffer can hold, the largest first; asking for one raises TensorTooLarge."""
+        return tuple(map(self.pack._contents.index.name, self._placement.too_large.tolist()))
+
+    @property
     def windows(self) -> tuple[Buffer, ...]:
-        """The buffers that together hold all tensors, in file order.
+        """The buffers that together hold all tensors but those of :attr:`too_large`, in file order.
 
         Nothing in them is verified, even with ``verify="lazy"``.
         """
@@ -166,13 +170,14 @@ class Weights(Mapping[str, MetalView]):
         return buffer
 
     def __getitem__(self, name: str) -> MetalView:
-        """Raises: UnknownTensorError, which is a KeyError; ChecksumError when opened with ``verify="lazy"``."""
+        """Raises: UnknownTensorError, which is a KeyError; TensorTooLarge; ChecksumError when opened with
+        ``verify="lazy"``."""
         self._require_open()
         view = self.pack[name]
         buffer, offset = None, 0
         if view.nbytes:
+            tensor = self._fitting(name)
             view.raw()  # verifies the bytes if the pack was opened with verify="lazy"
-            tensor = self._number(name)
             window = int(self._plan.of[tensor])
             buffer = self._window(window)
             offset = view.offset - int(self._plan.begins[window])
@@ -185,14 +190,15 @@ class Weights(Mapping[str, MetalView]):
         For APIs without an offset: MPSGraphTensorData, MTLTensor for machine learning.  A process can have some 500,000
         buffers; for thousands of tensors use the windows.
         Copies: none.
-        Raises: UnknownTensorError; AlignmentError unless the tensor starts at a page, as those of 1 MiB and more do;
-        MetalBufferError for a tensor of 0 bytes; ChecksumError as for ``weights[name]``.
+        Raises: UnknownTensorError; TensorTooLarge; AlignmentError unless the tensor starts at a page, as those of 1 MiB
+        and more do; MetalBufferError for a tensor of 0 bytes; ChecksumError as for ``weights[name]``.
         """
         self._require_open()
         view = self.pack[name]
         if not view.nbytes:
             raise no_buffer(name, view.shape)
-        if view.offset % PAGE_NBYTES:
+        tensor = self._fitting(name)
+        if not self._placement.own[tensor]:
             raise AlignmentError(
                 f"tensor {quoted(name)} ({view.nbytes} bytes) starts {view.offset % PAGE_NBYTES} bytes after a page "
                 "boundary, and a buffer of its own must start at one; bind it with its offset, or pack it with "
@@ -201,7 +207,6 @@ class Weights(Mapping[str, MetalView]):
                 alignment=PAGE_NBYTES,
             )
         view.raw()
-        tensor = self._number(name)
         key = (view.offset, align_up(view.nbytes, PAGE_NBYTES))
         with self._lock:
             known = self._own.get(key)
@@ -212,9 +217,13 @@ class Weights(Mapping[str, MetalView]):
             self._used(buffer, [tensor])
         return buffer
 
-    def _number(self, name: str) -> int:
-        tensor = self.pack._contents.index.find(name)
+    def _fitting(self, name: str) -> int:
+        """The number of a tensor that has bytes.  Raises: TensorTooLarge."""
+        index = self.pack._contents.index
+        tensor = index.find(name)
         assert tensor is not None
+        if self._plan.of[tensor] == NO_WINDOW:
+            raise too_large(index, tensor, self._placement.limit)
         return tensor
 
     def _used(self, buffer: Buffer, tensors: list[int]) -> None:
@@ -283,23 +292,3 @@ class Weights(Mapping[str, MetalView]):
             self._windows.clear()
         if self._owns_pack:
             self.pack.__exit__(*exc)
-
-
-def _plan(pack: Pack, limit: int) -> Windows:
-    index = pack._contents.index
-    plan = plan_windows(index.offsets, index.tensor_nbytes, max_buffer_length=limit)
-    outside = np.flatnonzero((plan.of == NO_WINDOW) & (index.tensor_nbytes > 0))
-    if len(outside):
-        largest_first = outside[np.argsort(-index.tensor_nbytes[outside], kind="stable")].tolist()
-        names = tuple(map(index.name, largest_first))
-        nbytes = int(index.tensor_nbytes[largest_first[0]])
-        also = f" (and {counted(len(names) - 1, 'more tensor')})" if len(names) > 1 else ""
-        raise TensorTooLarge(
-            f"tensor {quoted(names[0])}{also}: its {nbytes} bytes, with the whole pages where it begins and ends, "
-            f"exceed the {limit} bytes that one MTLBuffer may have here; store it in parts (rows of an embedding, one "
-            "matrix of a fused projection), or use a machine with more memory, which has a higher limit",
-            tensors=names,
-            nbytes=nbytes,
-            limit=limit,
-        )
-    return plan

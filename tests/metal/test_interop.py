@@ -10,6 +10,7 @@ they are called with; test_pyobjc_metadata.py compares these with pyobjc's own m
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -380,6 +381,17 @@ def test_a_dtype_that_dlpack_or_mps_lacks_is_refused_by_name(standin: StandIn, t
             with pytest.raises(UnsupportedDtype, match="'w' has the dtype 'float64'"):
                 hand(weights["w"])
     assert held() == before
+
+
+def test_a_dtype_that_torch_lacks_too_is_refused_in_the_same_way(
+    standin: StandIn, pack_path: Path, mlx: ModuleType
+) -> None:
+    with stream_pack.metal.open(pack_path, device=Device.default(standin.runtime)) as weights:
+        for name in ("bias", "empty"):
+            view = dataclasses.replace(weights[name], dtype="int4")
+            for hand in (interop.to_mlx, interop.to_torch):
+                with pytest.raises(UnsupportedDtype, match=f"'{name}' has the dtype 'int4'"):
+                    hand(view)
 
 
 def test_a_tensor_without_bytes_cannot_be_an_mlx_array(weights: Weights, mlx: ModuleType) -> None:

@@ -154,15 +154,26 @@ def test_a_tensor_inside_a_page_gets_no_buffer_of_its_own(standin: StandIn, pack
         weights.own_buffer("bias")
 
 
-def test_tensors_too_large_for_any_buffer_are_named_the_largest_first(
+def test_tensors_too_large_for_any_buffer_are_named_the_largest_first_and_only_they_are_refused(
     standin: StandIn, pack_path: Path, arrays: Arrays
 ) -> None:
-    with pytest.raises(TensorTooLarge, match=r"'head' \(and 1 more tensor\)") as caught:
-        on(standin, pack_path, max_buffer_length=MIB)
-    error = caught.value
-    assert error.tensors == ("head", "embedding")
-    assert (error.nbytes, error.limit) == (arrays["head"].nbytes, MIB)
-    assert "newBufferWithBytesNoCopy:length:options:deallocator:" not in standin.calls
+    with pytest.warns(RuntimeWarning, match="1048576 bytes here: 'head', 'embedding'; asking") as warned:
+        weights = on(standin, pack_path, max_buffer_length=MIB)
+    assert warned[0].filename == __file__
+    assert weights.too_large == ("head", "embedding")
+    assert len(weights) == len(arrays)
+    for name, array in arrays.items():
+        if name in weights.too_large:
+            for ask in (weights.__getitem__, weights.own_buffer):
+                with pytest.raises(TensorTooLarge, match=f"'{name}'") as caught:
+                    ask(name)
+                error = caught.value
+                assert (error.tensors, error.nbytes, error.limit) == ((name,), array.nbytes, MIB)
+            assert weights.pack[name].numpy().tobytes() == array.tobytes()
+        elif array.nbytes:
+            assert bytes_at(weights[name]) == array.tobytes()
+    weights.close()
+    assert standin.live() == 0
 
 
 def test_the_limit_of_the_device_counts_as_well_as_that_of_the_caller(pack_path: Path) -> None:
@@ -221,7 +232,7 @@ def test_a_pack_that_begins_inside_a_page_is_refused(tmp_path: Path, standin: St
     path.write_bytes(b"x" * 16 + pack_path.read_bytes())
     with pytest.raises(AlignmentError, match="begins at byte 16, ") as caught:
         on(standin, path, offset=16)
-    assert (caught.value.value, caught.value.alignment) == (16, mmap.PAGESIZE)
+    assert (caught.value.value, caught.value.alignment) == (16, PAGE)
     assert "newBufferWithBytesNoCopy:length:options:deallocator:" not in standin.calls
 
 
