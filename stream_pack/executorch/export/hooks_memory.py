@@ -3,6 +3,8 @@
 This is how functions that are too long to replace read a constant.  While one of them runs, the expression gives a
 placeholder, and the memory goes to disk.  Should a version of ExecuTorch read a constant in another way, it gets the
 bytes as always: more memory is used, and nothing else changes.
+
+Imports torch: only a block of ``streaming_constants`` imports this.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from stream_pack.executorch.export.held import SMALL_NBYTES, Holder
 from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
+from stream_pack.executorch.export.tensors import readable_storage
 
 __all__ = ["HOOKS", "Reading", "reading"]
 
@@ -97,8 +100,14 @@ def _emit_tensor(export: Export, stock: Stock, self: Any, spec: Any, constant_ta
     """A constant that no delegate takes, such as an embedding in an XNNPACK export."""
     name = getattr(spec.extra_tensor_info, "fully_qualified_name", None)
     label = f"the constant {name!r}" if name else f"a constant of shape {list(spec.shape)}"
-    with reading(label, sha256=False):
-        return stock(self, spec, constant_tag)
+    storage = spec.storage
+    if storage is not None and storage.device.type == "cpu" and storage.nbytes() >= SMALL_NBYTES:
+        spec.storage = readable_storage(storage)
+    try:
+        with reading(label, sha256=False):
+            return stock(self, spec, constant_tag)
+    finally:
+        spec.storage = storage
 
 
 HOOKS = (

@@ -15,7 +15,7 @@ import torch
 from stream_pack.executorch.export.hooks_memory import reading
 from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.session import Export
-from stream_pack.executorch.export.tensors import SERIAL_ELEMENTS
+from stream_pack.executorch.export.tensors import SERIAL_ELEMENTS, readable
 from stream_pack.pipeline.memory import trim_heap
 
 __all__ = ["HOOKS"]
@@ -37,19 +37,13 @@ def _serialize_constant(
 
 
 def _param_tensor(export: Export, stock: Stock, exp_prog: Any, node: Any) -> torch.Tensor | None:
-    """ExecuTorch goes on to read the whole storage, so a view gets a storage of its own."""
+    """ExecuTorch goes on to read the whole storage, so a view gets one of its own."""
     tensor = stock(exp_prog, node)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_contiguous():
         return tensor  # type: ignore[no-any-return]
-    if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() == tensor.nbytes:
+    if tensor.device.type != "cpu" or not tensor.numel():
         return tensor  # type: ignore[no-any-return]
-    return _with_own_storage(tensor)
-
-
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory, whose storage is only that memory.  Copies: none."""
-    memory = view.detach().reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(memory).view(view.dtype).reshape(view.shape)
+    return readable(tensor)
 
 
 def _pack_nibbles(export: Export, stock: Stock, inp: torch.Tensor) -> torch.Tensor:

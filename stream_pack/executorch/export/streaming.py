@@ -42,6 +42,10 @@ def streaming_constants(
     ``max_memory``: the most bytes of constants in memory at once, 8 MiB by default, in addition to what ExecuTorch
     makes of one tensor at a time before it reads its bytes (fp32 of another dtype, packed values).
 
+    Copies: those that ExecuTorch makes of a program or weight are torch's lazy clones, which take memory once something
+    writes to them; a backend may write to its program as always.  MPS and XNNPACK, which write to no weight, are given
+    the weights themselves.
+
     Lifetime: the bytes are in a file without a name in ``folder``, which needs room for all constants.  The disk space
     is free again when nothing refers to it any more (the program manager, the lowered modules), or the process ends,
     however that does.  There is nothing to delete.  Caches of torch and ExecuTorch that keep modules are cleared when

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 import xxhash
 
 from stream_pack.executorch.export.held import CHUNK_NBYTES, Held, Holder
 from stream_pack.pipeline.gather import row_windows
-from stream_pack.sources.memory.torch_tensors import describe_tensor
+from stream_pack.sources.memory.torch_tensors import address_of, describe_tensor
 
-__all__ = ["SERIAL_ELEMENTS", "digest_of", "hold_tensor"]
+__all__ = ["SERIAL_ELEMENTS", "digest_of", "hold_tensor", "readable", "readable_storage"]
 
 SERIAL_ELEMENTS = 1 << 14
 """torch works on this many in the calling thread, and divides 32,768 or more among several: for a chunk, waiting for
@@ -54,6 +55,30 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype, chunk_nbytes: int) -> Iter
 
 def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same elements, for code that asks its storage for a pointer, and only reads there.
+
+    Its storage is only the memory of a contiguous ``tensor``, and of a lazy clone that memory, too: another pointer
+    would be that of a copy.  Copies: none.  Lifetime: keeps ``tensor``.
+    """
+    memory = torch.from_numpy(np.asarray(_Bytes(tensor)))
+    return memory.view(tensor.dtype).reshape(tensor.shape)
+
+
+def readable_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The storage of :func:`readable`, for all of ``storage``, which is in host memory and not empty."""
+    return readable(torch.empty(0, dtype=torch.uint8).set_(storage)).untyped_storage()
+
+
+class _Bytes:
+    """The memory of a contiguous tensor, for NumPy; said to be writable, because torch warns of what is not."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        place = address_of(tensor), False
+        self.__array_interface__ = {"version": 3, "shape": (tensor.nbytes,), "typestr": "|u1", "data": place}
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:

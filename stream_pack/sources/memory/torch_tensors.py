@@ -15,7 +15,7 @@ from stream_pack.pipeline.geometry import Recipe, merged, sign_flips
 from stream_pack.sources.memory.tensor import HOST, LiveTensor, byte_span, cut
 from stream_pack.text import quoted
 
-__all__ = ["describe_tensor", "module_tensors"]
+__all__ = ["address_of", "describe_tensor", "module_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +68,7 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
     begin, end = byte_span(int(tensor.storage_offset()) * itemsize, tensor.shape, strides, itemsize)
     space: Hashable
     if in_host_memory(tensor):
-        space, base = HOST, storage.data_ptr()
+        space, base = HOST, _storage_address(tensor)
     else:
         # Not every device has addresses; an allocation's own identity serves as well.
         space, base = (str(tensor.device), storage._cdata), 0
@@ -133,7 +133,29 @@ class _Address:
 def _memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, read-only, keeping the tensor alive.  Copies: none."""
     nbytes = tensor.numel() * tensor.itemsize
-    return memoryview(np.asarray(_Address(tensor, tensor.data_ptr(), nbytes)))
+    return memoryview(np.asarray(_Address(tensor, address_of(tensor), nbytes)))
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the first element of a tensor in host memory is, to be read.
+
+    A lazy clone, which shares the memory of its original, would become a copy if torch were asked for a pointer that
+    may be written through.
+    """
+    if _is_lazy_clone(tensor):
+        return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+    return tensor.data_ptr()
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    if _is_lazy_clone(tensor) and tensor.numel():
+        return address_of(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_lazy_clone(tensor: torch.Tensor) -> bool:
+    asked = getattr(torch._C, "_is_cow_tensor", None)  # None in a torch that has no lazy clones
+    return asked is not None and bool(asked(tensor))
 
 
 def _gathered(tensor: torch.Tensor, chunk_nbytes: int) -> Iterator[memoryview]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,15 @@ import pytest
 import torch
 from executorch.backends.xnnpack import xnnpack_preprocess
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-from executorch.exir import to_edge_transform_and_lower
+from executorch.exir import to_edge, to_edge_transform_and_lower
+from executorch.exir.backend.backend_api import to_backend
+from executorch.exir.backend.backend_details import BackendDetails, PreprocessResult
+from executorch.exir.backend.partitioner import DelegationSpec, Partitioner, PartitionResult
+from executorch.exir.backend.utils import tag_constant_data
 from torch._dynamo.variables import builder
 
-from stream_pack.executorch import streaming_constants
+import stream_pack
+from stream_pack.executorch import streaming_constants, write_program
 
 INPUTS = (torch.ones(2, 64),)
 
@@ -36,20 +43,208 @@ def addresses(tensors: Any) -> set[int]:
     return {torch._C._data_address(tensor) for tensor in tensors}  # type: ignore[attr-defined]
 
 
-def test_a_backend_is_given_the_weights_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_xnnpack_is_given_the_weights_themselves_and_writes_to_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[int] = []
     stock = xnnpack_preprocess.XnnpackBackend.preprocess
 
     def preprocess(program: Any, specs: Any) -> Any:
-        given.extend(tensor.data_ptr() for tensor in program.state_dict.values())
-        return stock(program, specs)
+        weights = {name: tensor for name, tensor in program.state_dict.items() if tensor.nbytes >= 4096}
+        before = {name: (state(tensor), tensor.clone()) for name, tensor in weights.items()}
+        given.extend(addresses(weights.values()))
+        result = stock(program, specs)
+        for name, tensor in weights.items():
+            assert state(tensor) == before[name][0], name
+            assert torch.equal(tensor, before[name][1]), name
+        return result
 
     monkeypatch.setattr(xnnpack_preprocess.XnnpackBackend, "preprocess", staticmethod(preprocess))
-    model = torch.nn.Linear(64, 64)
+    for model, inputs in readers():
+        given.clear()
+        weights = [tensor for tensor in model.state_dict().values() if tensor.nbytes >= 4096]
+        program = torch.export.export(model, inputs)
+        with streaming_constants(tmp_path):
+            to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
+        assert set(given) <= addresses(weights)
+        assert given
+
+
+def state(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """What a write to the tensor would change: where it is, its version, how long its storage is."""
+    (address,) = addresses([tensor])
+    return address, tensor._version, tensor.untyped_storage().nbytes()
+
+
+def readers() -> Iterator[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
+    """Models that lead XNNPACK through each of its ways to a weight: folded, permuted, unsqueezed, grouped, packed."""
+    yield torch.nn.Linear(64, 64).eval(), (torch.ones(2, 64),)
+    images = (torch.ones(1, 16, 8, 8),)
+    layers = {"conv": torch.nn.Conv2d(16, 32, 3), "norm": torch.nn.BatchNorm2d(32), "relu": torch.nn.ReLU()}
+    yield torch.nn.Sequential(OrderedDict(layers)).eval(), images
+    yield torch.nn.ConvTranspose2d(16, 32, 3, groups=2).eval(), images
+    yield torch.nn.Conv1d(16, 32, 3).eval(), (torch.ones(1, 16, 9),)
+    yield torch.nn.Linear(64, 64).half().eval(), (torch.ones(2, 64).half(),)
+
+
+class Careless(BackendDetails):  # type: ignore[misc]
+    """A backend that does with its program what the contract allows, as ``preprocess`` does before it is read."""
+
+    spoil: Callable[[torch.Tensor], object]
+
+    @staticmethod
+    def preprocess(edge_program: Any, compile_specs: Any) -> PreprocessResult:
+        held = b""
+        with torch.no_grad():
+            for tensor in (*edge_program.state_dict.values(), *edge_program.constants.values()):
+                held += tensor.detach().clone().numpy().tobytes()  # not its own: NumPy's memory has a fixed length
+                Careless.spoil(tensor)
+        return PreprocessResult(processed_bytes=held)
+
+
+class CarelessPartitioner(Partitioner):  # type: ignore[misc]
+    """Gives everything to :class:`Careless`."""
+
+    def partition(self, exported_program: Any) -> PartitionResult:
+        for node in exported_program.graph.nodes:
+            if node.op == "call_function":
+                node.meta["delegation_tag"] = "all"
+        tag_constant_data(exported_program)
+        tags = {"all": DelegationSpec("Careless", [])}
+        return PartitionResult(tagged_exported_program=exported_program, partition_tags=tags)
+
+
+def write_by_numpy(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[...] = 7
+
+
+def write_at_an_address(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+
+
+def write_at_the_storage_s_address(tensor: torch.Tensor) -> None:
+    ctypes.memset(tensor.untyped_storage().data_ptr(), 0, tensor.nbytes)
+
+
+def write_by_dlpack(tensor: torch.Tensor) -> None:
+    torch.from_dlpack(tensor.detach()).mul_(3)  # type: ignore[attr-defined]
+
+
+SPOILERS: list[Callable[[torch.Tensor], object]] = [
+    lambda tensor: tensor.mul_(2),
+    lambda tensor: tensor.untyped_storage().resize_(0),  # as ExecuTorch's CUDA backend does
+    lambda tensor: tensor.data.add_(1),
+    lambda tensor: tensor.set_(torch.zeros(3)),  # type: ignore[call-overload]
+    lambda tensor: tensor.view(-1)[5:9].fill_(0),
+    lambda tensor: tensor.view(torch.uint8).fill_(1),
+    lambda tensor: tensor.untyped_storage().fill_(0),  # type: ignore[attr-defined]
+    lambda tensor: torch.nn.init.zeros_(tensor),
+    write_by_numpy,
+    write_at_an_address,
+    write_at_the_storage_s_address,
+    write_by_dlpack,
+]
+
+
+class Several(torch.nn.Module):
+    """Weights of every kind that a program has: a parameter, buffers, a view, a constant, one that is mapped."""
+
+    buffer: torch.Tensor
+    view: torch.Tensor
+    hidden: torch.Tensor
+
+    def __init__(self, mapped: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("buffer", torch.randn(64, 64))
+        self.register_buffer("view", torch.randn(65, 64)[1:])
+        self.register_buffer("hidden", torch.randn(64, 64), persistent=False)
+        self.mapped = torch.nn.Parameter(mapped)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.buffer[0] + self.view[0] + self.hidden[0] + self.mapped[0]
+
+
+def lower_all(program: Any) -> None:
+    to_edge_transform_and_lower(program, partitioner=[CarelessPartitioner()])
+
+
+def lower_by_name(program: Any) -> None:
+    to_backend("Careless", to_edge(program).exported_program(), [])
+
+
+@pytest.mark.parametrize("lower", [lower_all, lower_by_name])
+@pytest.mark.parametrize("spoil", SPOILERS, ids=range(len(SPOILERS)))
+def test_a_backend_may_write_to_its_program_and_the_model_stays(
+    spoil: Callable[[torch.Tensor], object], lower: Callable[[Any], None], tmp_path: Path
+) -> None:
+    torch.save({"w": torch.randn(64, 64)}, tmp_path / "w.pt")
+    model = Several(torch.load(tmp_path / "w.pt", mmap=True)["w"]).eval()
+    wanted = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    wanted |= {name: tensor.clone() for name, tensor in model.named_buffers()}
+    Careless.spoil = staticmethod(spoil)
+    program = torch.export.export(model, (torch.ones(2, 64),))
     with streaming_constants(tmp_path):
-        program = torch.export.export(model, INPUTS)
-        to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
-    assert set(given) == {model.weight.data_ptr(), model.bias.data_ptr()}
+        lower(program)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(tensor, wanted[name]), name
+
+
+def test_a_lazy_clone_that_is_read_to_be_written_out_stays_one(tmp_path: Path) -> None:
+    # The embedding is a constant of the program, the other weight one of XNNPACK's.
+    layers = {"embedding": torch.nn.Embedding(64, 64), "linear": torch.nn.Linear(64, 64)}
+    model = torch.nn.Sequential(OrderedDict(layers)).eval()
+    weights: list[torch.Tensor] = [layer.weight for layer in layers.values()]  # type: ignore[misc]
+    clones = [weight.detach()._lazy_clone() for weight in weights]
+    program = torch.export.export(model, (torch.tensor([1, 2]),))
+    with streaming_constants(tmp_path):
+        manager = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()]).to_executorch()
+    write_program(manager, tmp_path / "program.pte")
+    assert addresses(clones) == addresses(weights)
+    data = (tmp_path / "program.pte").read_bytes()
+    assert all(weight.detach().clone().numpy().tobytes() in data for weight in weights)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_lazy_clone_is_packed_without_a_copy(order: tuple[int, int], tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+    lazy = weight._lazy_clone().permute(order)
+    stream_pack.save_file({"w": lazy}, tmp_path / "pack")
+    assert addresses([lazy]) == addresses([weight])
+    assert torch.equal(stream_pack.load_file(tmp_path / "pack")["w"], weight.permute(order))
+
+
+def test_tensors_of_one_storage_share_one_in_a_lazy_copy_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    monkeypatch.setattr(Careless, "preprocess", staticmethod(lambda program, specs: keep(copies, program)))
+    pair = torch.randn(2, 64, 64)
+    with streaming_constants(tmp_path):
+        lower_by_name(torch.export.export(Pair(pair), (torch.ones(64, 64),)))
+    (copied,) = copies
+    assert addresses(copied.values()) == addresses(pair)
+    storages = {tensor.untyped_storage()._cdata for tensor in copied.values()}
+    assert len(storages) == 1
+    assert storages.isdisjoint({pair.untyped_storage()._cdata})
+
+
+class Pair(torch.nn.Module):
+    """Two buffers in one storage."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+    def __init__(self, pair: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("first", pair[0])
+        self.register_buffer("second", pair[1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.first + self.second
+
+
+def keep(copies: list[Any], program: Any) -> PreprocessResult:
+    copies.append(dict(program.state_dict))
+    return PreprocessResult(processed_bytes=b"kept")
 
 
 @pytest.mark.usefixtures("block")
