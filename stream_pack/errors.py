@@ -165,7 +165,8 @@ class TrailingBytesError(FormatError):
 class ChecksumError(StreamPackError, ValueError):
     """Bytes differ from those that were written.
 
-    Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``), ``expected`` and ``actual`` (XXH3-64 values),
+    Attributes: ``part`` (``"head"``, ``"block"``, ``"checksums"``; ``"data"`` for data that ExecuTorch calls by their
+    SHA-256), ``expected`` and ``actual`` (XXH3-64 values, or SHA-256 of data),
     ``file_begin`` and ``file_end`` (half-open byte range in the pack); for a block also ``tensor_count`` (how many
     tensors use it), ``tensors`` (their names; at most 100), ``buffer`` and ``block`` (its number in
     the buffer).

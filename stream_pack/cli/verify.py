@@ -39,6 +39,11 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
             f"{printable(arguments.source)}: no damage: {counted(report.tensors, 'tensor')}, "
             f"{counted(report.blocks, 'block')}, {human_nbytes(report.nbytes)} verified"
         )
+        if report.unverified:
+            standard.write(
+                f"{printable(arguments.source)}: {counted(report.unverified, 'constant')} of "
+                f"{human_nbytes(report.unverified_nbytes)} could not be verified: ExecuTorch gives them no checksum"
+            )
     if all(damage.unreadable for damage in report.damages):
         return MACHINE if report.damages else DONE
     return DAMAGE
@@ -47,9 +52,10 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
 VERIFY = Command(
     summary="recompute all checksums of a pack and list all damage",
     description="Read a whole pack, recompute its checksums, and list all damage: tensor, block, byte range. A file "
-    "that ExecuTorch wrote has no checksums: its structural faults are listed, and the packs inside it are verified; "
-    "if no fault is found, the exit code is 3, because the file itself could not be verified.  Where the system cannot "
-    "read the file, it is 4 unless there is other damage.",
+    "that ExecuTorch wrote has no checksums of its own: its structural faults are listed; packs inside it are "
+    "verified, and data that are called by their SHA-256 (those of XNNPACK and Vulkan). If nothing is damaged, the "
+    "exit code is 0, and the last line says what could not be verified; it is 3 if nothing could be.  Where the system "
+    "cannot read the file, it is 4 unless there is other damage.",
     reads="pack",
     add_arguments=_add_arguments,
     run=_run,

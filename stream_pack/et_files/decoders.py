@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from stream_pack.errors import FormatError
 from stream_pack.et_files.constants import BYTES, Fault, constant_fault, duplicate_name, lookup
 from stream_pack.et_files.layouts import BY_SCALAR_TYPE, find_orders
 from stream_pack.et_files.mps_types import DTYPE_OF, MPS_TYPES, Runtime
@@ -19,6 +20,7 @@ from stream_pack.et_files.payload import Keyed, Payload, constants_inside, kept_
 from stream_pack.format import graph_mps, graph_ptd, graph_xnnpack
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.ragged import Ragged
+from stream_pack.text import quoted
 
 __all__ = ["DECODERS"]
 
@@ -35,6 +37,11 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
     values = graph_mps.decode(flatbuffer)
     ranks = values.dims.lengths
     faults: list[Fault] = []
+    try:
+        graph_mps.check_nodes(flatbuffer)
+    except FormatError as error:
+        # The constants can be had all the same.
+        faults.append(replace(payload_fault(payload, "graph", f"{_place(prefix)}{error}"), fatal=False))
     constants = constants_inside(
         payload,
         faults,
@@ -53,6 +60,10 @@ def mps(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:
         what = f"is {constants.dtype_name(row)}" if aborts[row] else "has no bytes"
         faults.append(constant_fault(constants, row, f"{what}: the MPS delegate aborts on it"))
     return replace(payload, constants=constants, faults=tuple(faults))
+
+
+def _place(prefix: str) -> str:
+    return f"the payload of {quoted(prefix[:-1])}: " if prefix else ""
 
 
 def xnnpack(payload: Payload, flatbuffer: memoryview, prefix: str) -> Payload:

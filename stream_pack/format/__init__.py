@@ -4,7 +4,8 @@
 * ``catalog``: what a source holds.  ``layout``: from a catalog to the place of every byte.
 * ``index``: tensors and buffers as columns, encoded and decoded.  ``ragged``, ``ranges``: columns of rows, of ranges.
 * ``header``, ``graph_mps``, ``graph_xnnpack``, ``graph_ptd``: the header kinds, each with ExecuTorch's flatbuffer;
-  ``header_kinds``: the table of them.  ``records``: locator and footer.
+  ``header_kinds``: the table of them; ``graph_mps_nodes``: what an MPS graph computes with.  ``records``: locator and
+  footer.
 * ``head``: all of these together.  ``proof``: that bytes are a pack.
 * ``flatbuf``, ``flatbuf_write``: flatbuffers read and written by columns.  ``schema``: their schemas.
 * ``file_kinds``: what any file is, from its first bytes, and the advice for each kind that cannot be read.

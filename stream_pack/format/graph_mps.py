@@ -17,12 +17,22 @@ from stream_pack.errors import FormatError, LimitError
 from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.flatbuf import Tables, root_table
 from stream_pack.format.flatbuf_write import ColumnWriter
+from stream_pack.format.graph_mps_nodes import check_ids
 from stream_pack.format.header import Header, HeadKind, types_and_dims
 from stream_pack.format.index import Index
 from stream_pack.format.limits import MAX_RANK, MAX_TENSORS
 from stream_pack.format.ragged import Ragged
 
-__all__ = ["KIND", "GraphValues", "constant_ids", "decode", "disagreements", "encode", "expected_values"]
+__all__ = [
+    "KIND",
+    "GraphValues",
+    "check_nodes",
+    "constant_ids",
+    "decode",
+    "disagreements",
+    "encode",
+    "expected_values",
+]
 
 IDENTIFIER = b"MP00"
 INVALID = 0
@@ -156,11 +166,21 @@ def decode(data: memoryview, *, most: int | None = None) -> GraphValues:
     )
 
 
+def check_nodes(data: memoryview) -> None:
+    """Prove that the nodes of an MPSGraph, its inputs and its outputs name values that it has.
+
+    Raises: FormatError.
+    """
+    check_ids(root_table(data, IDENTIFIER, _WHAT))
+
+
 def disagreements(data: memoryview, index: Index) -> NDArray[np.bool_]:
     """Which tensors of ``index`` the graph describes otherwise.
 
-    Raises: FormatError when it is not an MPSGraph, or has fewer constants than there are tensors.
+    Raises: FormatError when it is not an MPSGraph, has fewer constants than there are tensors, or names a value that
+    it does not have.
     """
+    check_nodes(data)
     found, wanted = decode(data, most=len(index)), expected_values(index)
     if len(found.ids) < len(index):
         raise FormatError(f"the graph has {len(found.ids)} constants for {len(index)} tensors")

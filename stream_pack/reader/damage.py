@@ -14,8 +14,9 @@ class Damage:
     """One difference from what was written, or from what the format allows.
 
     ``part``: ``"head"``, ``"length"``, ``"graph"``, ``"names"``, ``"notes"``, ``"buffers"``, ``"padding"``,
-    ``"block"``, ``"checksums"`` or ``"footer"``; in files that ExecuTorch wrote also ``"constant"``, ``"range"`` and
-    ``"segment"``.  ``tensors`` are those affected, as far as that is known.
+    ``"block"``, ``"checksums"`` or ``"footer"``; in files that ExecuTorch wrote also ``"constant"``, ``"range"``,
+    ``"segment"`` and ``"data"`` (which have another SHA-256 than their name).  ``tensors`` are those affected, as far
+    as that is known.
     ``buffer``, ``block`` (its number in the buffer) and ``tensor_count`` are given for a block, whose ``tensors`` are
     100 at most of that many.  ``error`` is what :meth:`VerifyReport.raise_if_damaged` raises; a ReadError where the
     system could not read the bytes.
@@ -48,11 +49,12 @@ class Damage:
         return isinstance(self.error, ReadError)
 
     def to_json(self) -> dict[str, object]:
-        """All fields, the error as its message; checksums as 16 hex digits."""
+        """All fields, the error as its message; checksums as 16 hex digits, or 64 of a SHA-256."""
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
         error = plain.pop("error")
         if isinstance(error, ChecksumError):
-            plain |= {"expected": f"{error.expected:016x}", "actual": f"{error.actual:016x}"}
+            digits = 64 if error.part == "data" else 16
+            plain |= {"expected": f"{error.expected:0{digits}x}", "actual": f"{error.actual:0{digits}x}"}
         return {**plain, "unreadable": self.unreadable, "message": self.message, "tensors": list(self.tensors)}
 
 
@@ -63,6 +65,8 @@ class VerifyReport:
     ``path``: the file, as it was given.  ``blocks`` and ``nbytes`` are the blocks whose checksums were recomputed, and
     their bytes.  ``complete`` is False when part of the file could not be verified: the damage hides where it is, or it
     cannot be read.  ``checksum``: the root checksum, where it was proved; None for a file that is no pack.
+    ``unverified`` and ``unverified_nbytes``: constants of a file that ExecuTorch wrote which have nothing that they
+    could be verified against, and their bytes.
     """
 
     tensors: int
@@ -73,6 +77,8 @@ class VerifyReport:
     path: str = ""
     checksum: int | None = None
     seconds: float = 0.0
+    unverified: int = 0
+    unverified_nbytes: int = 0
 
     @property
     def ok(self) -> bool:

@@ -88,13 +88,28 @@ def _quantized(model: torch.nn.Module, bits: int) -> torch.nn.Module:
     return unwrapped
 
 
+def _static(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.nn.Module:
+    """Weights and activations of 8 bits, whose scales are constants that a calibration has found."""
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = XNNPACKQuantizer().set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(torch.export.export(model.eval(), inputs).module(), quantizer)
+    prepared(*inputs)
+    converted: torch.nn.Module = convert_pt2e(prepared)
+    return converted
+
+
 @functools.cache
 def exported(name: str) -> tuple[bytes, Sequence[torch.Tensor]]:
     """The program of one of :data:`EXPORTS`, as stock ExecuTorch writes it, and inputs for it."""
     torch.manual_seed(0)
     with torch.no_grad():
         model, inputs = EXPORTS[name]()
-        program = torch.export.export(model.eval(), inputs)
+        program = torch.export.export(model if isinstance(model, torch.fx.GraphModule) else model.eval(), inputs)
         manager = to_edge_transform_and_lower(program, partitioner=[XnnpackPartitioner()])
         return bytes(manager.to_executorch().buffer), inputs
 
@@ -106,5 +121,9 @@ EXPORTS: dict[str, Callable[[], tuple[torch.nn.Module, tuple[torch.Tensor, ...]]
     "two delegates": lambda: (TwoDelegates(), (torch.randn(3, 12),)),
     "llama block fp32": lambda: (Block(), (torch.randn(1, 7, 64),)),
     "two delegates int8": lambda: (_quantized(TwoDelegates(), 8), (torch.randn(3, 12),)),
+    "convolutions static int8": lambda: (
+        _static(Convolutions(), (torch.randn(1, 3, 6, 6),)),
+        (torch.randn(1, 3, 6, 6),),
+    ),
     "llama block int4": lambda: (_quantized(Block(), 4), (torch.randn(1, 7, 64),)),
 }

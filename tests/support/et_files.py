@@ -7,7 +7,7 @@ backends/xnnpack/serialization/schema.fbs, extension/flat_tensor/serialize/flat_
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import flatbuffers
@@ -17,6 +17,7 @@ __all__ = [
     "DataTensor",
     "Delegate",
     "Named",
+    "Node",
     "data_file",
     "mps_payload",
     "program",
@@ -78,8 +79,23 @@ def _segment(builder: flatbuffers.Builder, offset: int, nbytes: int) -> int:
     return int(builder.EndObject())
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of an MPSGraph: its number in MPSNodeUnion, and the fields of its table that are ids, by slot."""
+
+    kind: int
+    ids: Mapping[int, int | Sequence[int]]
+
+
 def mps_payload(
-    constants: Sequence[Constant], data: bytes, *, ids: Sequence[int] | None = None, region_nbytes: int | None = None
+    constants: Sequence[Constant],
+    data: bytes,
+    *,
+    ids: Sequence[int] | None = None,
+    region_nbytes: int | None = None,
+    nodes: Sequence[Node] = (),
+    inputs: Sequence[int] = (),
+    outputs: Sequence[int] = (),
 ) -> bytes:
     """MP00: ``constants`` are the values 0, 1, ...; ``ids`` are what the graph calls constants, by default all.
 
@@ -99,8 +115,13 @@ def mps_payload(
         values.append(builder.EndObject())
     values_at = _vector(builder, values)
     ids_at = _numbers(builder, range(len(constants)) if ids is None else ids, "i")
+    inputs_at, outputs_at = _numbers(builder, inputs, "i"), _numbers(builder, outputs, "i")
+    nodes_at = _vector(builder, [_node(builder, node) for node in nodes])
     builder.StartObject(8)
+    builder.PrependUOffsetTRelativeSlot(1, nodes_at, 0)
     builder.PrependUOffsetTRelativeSlot(2, values_at, 0)
+    builder.PrependUOffsetTRelativeSlot(3, inputs_at, 0)
+    builder.PrependUOffsetTRelativeSlot(4, outputs_at, 0)
     builder.PrependUOffsetTRelativeSlot(5, ids_at, 0)
     builder.Finish(builder.EndObject(), file_identifier=b"MP00")
     graph = bytes(builder.Output())
@@ -108,6 +129,21 @@ def mps_payload(
     length = len(data) if region_nbytes is None else region_nbytes
     head = struct.pack("<4s4sQQ", bytes(4), b"MP00", region, length) + graph
     return head.ljust(region, b"\0") + data
+
+
+def _node(builder: flatbuffers.Builder, node: Node) -> int:
+    vectors = {slot: _numbers(builder, ids, "i") for slot, ids in node.ids.items() if not isinstance(ids, int)}
+    builder.StartObject(16)
+    for slot, ids in node.ids.items():
+        if isinstance(ids, int):
+            builder.PrependInt32Slot(slot, ids, 0)
+        else:
+            builder.PrependUOffsetTRelativeSlot(slot, vectors[slot], 0)
+    table = builder.EndObject()
+    builder.StartObject(3)
+    builder.PrependUint8Slot(0, node.kind, 0)
+    builder.PrependUOffsetTRelativeSlot(1, table, 0)
+    return int(builder.EndObject())
 
 
 def xnnpack_payload(constants: Sequence[Constant], data: bytes) -> bytes:

@@ -25,6 +25,7 @@ from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import digest_of, hold_tensor
+from stream_pack.format.graph_mps import check_nodes
 
 __all__ = ["HOOKS"]
 
@@ -166,11 +167,9 @@ class _Payload(StreamedCord):
             super().append(data)
 
     def __bytes__(self) -> bytes:
-        if self._region is None:
-            held = Held.compose(self._buffers)
-        else:
-            _, graph, *_ = self._buffers
-            held = assemble(self._region, graph)
+        _, graph, *_ = self._buffers
+        check_nodes(memoryview(graph))  # what ExecuTorch made must not lead the device past the end of its values
+        held = Held.compose(self._buffers) if self._region is None else assemble(self._region, graph)
         # Other code that calls preprocess() may do anything with the payload.
         caller = sys._getframe(2).f_globals.get("__name__")
         placeholder = HeldBytes(held, "an MPS payload")

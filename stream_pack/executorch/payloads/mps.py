@@ -14,11 +14,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from stream_pack.errors import SourceError, UnsupportedTensorError
+from stream_pack.errors import FormatError, SourceError, UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, name_constants, write_payload
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
+from stream_pack.format.graph_mps import check_nodes
 from stream_pack.format.header_kinds import KINDS
 from stream_pack.report import Report
 from stream_pack.writer.options import ConvertOptions
@@ -66,7 +67,7 @@ def build_mps_payload(
     )  # fmt: skip
     named = name_constants("value", _constant_ids(graph), names)
     wanted = [_constant(graph, *constant) for constant in named]
-    encode = partial(encode_graph, graph)
+    encode = partial(_encode_checked, graph)
     return write_payload(KINDS["mps"], encode, constants, wanted, target, options)
 
 
@@ -89,6 +90,15 @@ def encode_graph(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int])
             segment_offset=offset,
         )
     encoded: bytes = convert_to_flatbuffer(placed)
+    return encoded
+
+
+def _encode_checked(graph: MPSGraph, offsets: Sequence[int], nbytes: Sequence[int]) -> bytes:
+    encoded = encode_graph(graph, offsets, nbytes)
+    try:
+        check_nodes(memoryview(encoded))
+    except FormatError as error:
+        raise SourceError(str(error)) from None
     return encoded
 
 

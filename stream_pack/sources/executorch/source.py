@@ -212,5 +212,6 @@ def _warnings(survey: Survey) -> Iterator[str]:
     others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
     if others:
         yield f"{len(others)} payloads of {listed(sorted(set(others)))} were skipped: their format is unknown"
+    yield from (fault.text for fault in survey.faults if fault.part == "graph" and not fault.fatal)
     if survey.external:
         yield f"{survey.external} constants of the program are in other files"

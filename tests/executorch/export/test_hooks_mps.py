@@ -348,6 +348,11 @@ def test_nothing_of_one_export_reaches_the_next(tmp_path: Path) -> None:
     # Without a block, the second one has no such constant: it refers to the number that the first one gave it.
     found = [payloads_of(bytes(manager_of(program).buffer)) for program in programs]
     assert [len(constants_of(payload)) for (payload,) in found] == [1, 0]
+    # That can be seen from outside: the graph has no value of that number.
+    (tmp_path / "second.mp00").write_bytes(found[1][0])
+    (damage,) = stream_pack.verify(tmp_path / "second.mp00").damages
+    assert damage.part == "graph"
+    assert "(MPSPow) names value" in damage.message
 
 
 def test_delegates_of_one_program_have_constants_of_their_own(tmp_path: Path) -> None:
@@ -569,6 +574,52 @@ def test_two_threads_stream_and_a_third_does_not(tmp_path: Path) -> None:
         thread.join()
     assert failures == []
     assert [results[number] for number in range(3)] == [expected] * 3
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("name", SOUND)
+def test_the_backend_is_given_the_weights_themselves_and_writes_to_none(
+    name: str, fp16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = MPSBackend.preprocess
+    given: set[int] = set()
+
+    def state(tensor: torch.Tensor) -> tuple[object, ...]:
+        """What a write would change: where it is, its version, how long its storage is, its elements."""
+        place = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+        return place, tensor._version, tensor.untyped_storage().nbytes(), tensor.detach().clone().numpy().tobytes()
+
+    def preprocess(edge_program: Any, specs: Any) -> Any:
+        weights = {**edge_program.state_dict, **edge_program.constants}
+        before = {name: state(tensor) for name, tensor in weights.items()}
+        given.update(tensor.data_ptr() for tensor in weights.values() if tensor.numel())
+        result = stock(edge_program, specs)
+        assert {name: state(tensor) for name, tensor in weights.items()} == before
+        return result
+
+    monkeypatch.setattr(MPSBackend, "preprocess", staticmethod(preprocess))
+    program = made(name)
+    streamed(program, tmp_path, fp16=fp16)
+    own = {tensor.data_ptr() for tensor in (*program.state_dict.values(), *program.constants.values())}
+    assert given
+    assert own & given
+
+
+def test_channels_last_weights_are_those_of_the_model(tmp_path: Path) -> None:
+    model = Convolution().eval()
+    model.conv.weight = torch.nn.Parameter(model.conv.weight.detach().to(memory_format=torch.channels_last))
+    program = torch.export.export(model, (torch.ones(1, 3, 8, 8),))
+    (tmp_path / "program.pte").write_bytes(streamed(program, tmp_path))
+    found = False
+    inspection = stream_pack.inspect(tmp_path / "program.pte")
+    for payload in inspection.payloads:
+        if payload.kind == "pack":
+            with stream_pack.open(tmp_path / "program.pte", offset=payload.file_offset) as pack:
+                for name in pack:
+                    if name == "conv.weight":
+                        assert torch.equal(pack[name].torch(), model.conv.weight)
+                        found = True
+    assert found
 
 
 def test_a_failed_export_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.resources
 import io
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +23,10 @@ from executorch.backends.apple.mps.partition.mps_partitioner import MPSPartition
 from executorch.backends.apple.mps.serialization.mps_graph_schema import (
     Buffer,
     DataSegment,
+    MPSAdd,
     MPSDataType,
     MPSGraph,
+    MPSNode,
     MPSTensor,
     OpType,
 )
@@ -33,6 +37,7 @@ import stream_pack
 from stream_pack.cli import main
 from stream_pack.errors import SourceError, UnsupportedTensorError
 from stream_pack.executorch import build_mps_payload
+from stream_pack.format.graph_mps_nodes import NODES
 from stream_pack.sources.open import open_source
 from tests.executorch.flatc import decoded, graph_of
 from tests.support.mps_types import ENUM, NUMBERS, TAKEN
@@ -49,7 +54,8 @@ def stock_graph(case: str) -> Any:
 
 
 def stock_json(case: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((VECTORS / f"{case}.graph.json").read_text())
+    text = (VECTORS / f"{case}.graph.json").read_text()
+    found: dict[str, Any] = json.loads(text, parse_float=lambda digits: float(np.float32(digits)))
     return found
 
 
@@ -211,6 +217,42 @@ def test_what_does_not_fit_the_graph_is_refused(graph: Any, constants: dict[Any,
     with pytest.raises(SourceError, match=says):
         build_mps_payload(graph, constants, file)
     assert not file.getvalue()
+
+
+def test_a_node_that_names_a_value_which_the_graph_does_not_have_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "payload"
+    target.write_bytes(b"of before")
+    graph = simple()
+    for ids, number in (((0, 1, 2), None), ((0, 1, 3), 3), ((7, 1, 2), 7)):
+        graph.mps_nodes = [MPSNode(mpsnode_union=MPSAdd(*ids))]
+        if number is None:
+            build_mps_payload(graph, {1: np.zeros((2, 3), np.float32)}, io.BytesIO())
+            continue
+        with pytest.raises(SourceError, match=rf"node 0 \(MPSAdd\) names value {number}, but it has 3 values"):
+            build_mps_payload(graph, {1: np.zeros((2, 3), np.float32)}, target)
+    assert target.read_bytes() == b"of before"
+    assert [path.name for path in tmp_path.iterdir()] == ["payload"]
+
+
+def test_the_ids_of_nodes_are_where_executorchs_schema_has_them() -> None:
+    schema = importlib.resources.files(mps_schema).joinpath("schema.fbs").read_text()
+    schema = re.sub(r"//.*", "", schema)
+    tables = {
+        name: re.findall(r"(\w+)\s*:\s*([\w\[\]]+)", body)
+        for name, body in re.findall(r"table (\w+) {(.*?)}", schema, re.DOTALL)
+    }
+    union = re.search(r"union MPSNodeUnion {(.*?)}", schema, re.DOTALL)
+    assert union is not None
+    members = [member.split(":") for member in union[1].split(",") if member.strip()]
+    wanted = []
+    for member in members:
+        fields = tables[member[-1].strip()]
+        slots = [(slot, kind) for slot, (name, kind) in enumerate(fields) if re.search("_ids?$", name)]
+        ids = [str(slot) for slot, kind in slots if kind == "int"]
+        vectors = [f"*{slot}" for slot, kind in slots if kind == "[int]"]
+        assert len(ids) + len(vectors) == len(slots)
+        wanted.append((member[0].strip().removeprefix("MPS"), *ids, *vectors))
+    assert tuple(wanted) == NODES
 
 
 def test_a_graph_whose_num_dims_lies_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,23 @@ def test_what_does_not_fit_the_graph_is_refused(graph: Any, constants: dict[Any,
     file = io.BytesIO()
     with pytest.raises(SourceError, match=says):
         build_xnnpack_payload(graph, constants, file)
+    assert not file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        ({1: "same", 2: "same"}, "constant 1 ('same') and constant 2 ('same') would have one name: give each its own"),
+        ({1: "2"}, "constant 1 ('2') and constant 2 would have one name: give each its own"),
+        ({3: "w"}, "names= has entries for '3': the graph has no such constant"),
+        ({0: "w"}, "names= has entries for '0': the graph has no such constant"),
+        ({1: "\ud800"}, "would have a name that is not valid UTF-8"),
+    ],
+)
+def test_names_that_do_not_fit_the_graph_are_refused(names: dict[int, str], says: str) -> None:
+    file = io.BytesIO()
+    with pytest.raises(SourceError, match=re.escape(says)):
+        build_xnnpack_payload(simple(4, 4), {1: FOUR, 2: FOUR}, file, names=names)
     assert not file.getvalue()
 
 
