@@ -8,6 +8,7 @@ Source: docs/FORMAT.md, "Index".
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,8 +148,25 @@ class Index:
         """The name of a tensor."""
         return self.name_bytes(tensor).decode()
 
+    def ordered_names(self) -> list[bytes]:
+        """All names, in the order that ``name_order`` says."""
+        text, ends = self.names.tobytes(), self.name_ends.tolist()
+        names = [text[begin:end] for begin, end in zip([0, *ends], ends)]
+        return [names[tensor] for tensor in self.name_order.tolist()]
+
+    @cached_property
+    def _is_ordered(self) -> bool:
+        names = self.ordered_names()
+        return all(map(operator.lt, names, names[1:]))
+
     def find(self, name: str) -> int | None:
-        """The number of the tensor of this name; a binary search, no table is built."""
+        """The number of the tensor of this name; a binary search, no table is built.
+
+        Opening does not prove the order of the names.  A name that is found is the right one in any order; before one
+        is said not to be there, the order is proved, once.
+
+        Raises: FormatError when it is wrong.
+        """
         try:
             wanted = name.encode()
         except UnicodeEncodeError:
@@ -156,6 +174,8 @@ class Index:
         order = self.name_order
         place = bisect_left(order, wanted, key=self.name_bytes)
         found = place < len(order) and self.name_bytes(order.item(place)) == wanted
+        if not found and not self._is_ordered:
+            raise FormatError("the index is broken: expected names sorted as name_order says; the file is damaged")
         return order.item(place) if found else None
 
     def shape(self, tensor: int) -> tuple[int, ...]:

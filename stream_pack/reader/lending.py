@@ -61,12 +61,18 @@ class _Open:
 class Lender:
     """The memory of one open pack.
 
+    ``reopened``: how to make another one of the same file in another process, as ``__reduce__`` says it.
+
     Lifetime: arrays and storages keep the memory mapped.  :meth:`release` only drops this object's own reference;
     :meth:`close` unmaps, or refuses.
-    Raises (every method that returns memory): StateError once closed, also by another thread.
+    Raises (every method that returns memory): StateError once closed, also by another thread; TruncatedError when the
+    file has become shorter.
     """
 
-    def __init__(self, mapping: FileMapping, contents: Contents, check: BlockCheck | None) -> None:
+    def __init__(
+        self, mapping: FileMapping, contents: Contents, check: BlockCheck | None, reopened: tuple[object, ...]
+    ) -> None:
+        self._reopened = reopened
         self._file = mapping.file
         self._state: _Open | None = _Open(mapping, contents, check)
         self._storages = Storages()
@@ -82,6 +88,10 @@ class Lender:
         self._storage_arrays: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._storage_users: dict[int, int | set[int]] = {}
         self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # One for all views in a pickle, which therefore share the memory where they arrive.
+        return self._reopened
 
     @property
     def path(self) -> str:
@@ -119,6 +129,7 @@ class Lender:
             empty = np.empty(0, np.uint8)
             empty.flags.writeable = writable
             return empty
+        state.mapping.check_length()
         _prove(state, tensor, start, nbytes)
         file_offset = state.contents.region_file_offset + state.contents.index.offset(tensor) + start
         mapping = state.mapping
@@ -131,7 +142,9 @@ class Lender:
 
         ``tensors``: those that :meth:`close` names for them.  Raises: StateError, TruncatedError.
         """
-        array = self.mapping.array(file_offset, nbytes)
+        mapping = self.mapping
+        mapping.check_length()
+        array = mapping.array(file_offset, nbytes)
         self._track(array, set(tensors))
         return array
 
@@ -141,6 +154,7 @@ class Lender:
         Only ``nbytes`` bytes from there are proved, at least one.  Raises: StateError, ChecksumError.
         """
         state = self._open()
+        state.mapping.check_length()
         _prove(state, tensor, start, nbytes)
         index = state.contents.index
         buffer = int(index.tensor_buffers[tensor])

@@ -30,8 +30,7 @@ class Mapping:
     Copies: none.
     Lifetime: every array keeps its map open; :meth:`release` leaves arrays valid, :meth:`close` refuses while there
     are any.
-    Raises: StateError once closed or released, also by another thread; TruncatedError when the file has become shorter
-    than ``nbytes``.
+    Raises: StateError once closed or released, also by another thread.
     """
 
     def __init__(self, file: FileRange, nbytes: int) -> None:
@@ -44,7 +43,6 @@ class Mapping:
 
     def array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, read-only."""
-        self.check_length()
         shared = self._shared
         if shared is None:
             with self._lock:
@@ -55,7 +53,6 @@ class Mapping:
 
     def writable_array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, copy-on-write."""
-        self.check_length()
         with self._lock:
             if self._private is None and not self._private_refused:
                 try:
@@ -70,7 +67,10 @@ class Mapping:
         return _array(*_map(self.file, file_offset, nbytes, private=True), nbytes)
 
     def check_length(self) -> None:
-        """Raises: TruncatedError unless the file still has all that is mapped; StateError."""
+        """Prove that the file still has all that is mapped: touching a page past its end is a bus error.
+
+        Raises: TruncatedError; StateError.
+        """
         self.file.check_length(self.nbytes)
 
     def _array(self, map_: tuple[mmap.mmap, int], file_offset: int, nbytes: int) -> NDArray[np.uint8]:

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import NewerVersionError, OptionError, RawPayloadError, StateError, UnknownTensorError
+from stream_pack.errors import (
+    FormatError,
+    NewerVersionError,
+    OptionError,
+    RawPayloadError,
+    StateError,
+    UnknownTensorError,
+)
 from stream_pack.format.head import Head
 from stream_pack.format.header_kinds import KINDS
 from stream_pack.format.proof import prove_footer, prove_length
@@ -101,7 +108,7 @@ def _open(file: FileRange, origin: _Origin) -> Pack:
     lazy = origin.verify == "lazy"
     check = BlockCheck(file, contents.head) if contents.head is not None and lazy else None
     pack = Pack.__new__(Pack)
-    pack._lender, pack._origin = Lender(mapping, contents, check), origin
+    pack._lender, pack._origin = Lender(mapping, contents, check, (_reopen, (origin,))), origin
     if origin.verify == "full":
         pack.verify().raise_if_damaged()
     return pack
@@ -119,10 +126,16 @@ class _Origin:
     identity: tuple[int, ...]
 
 
-def _reopen(origin: _Origin) -> Pack:
+def _reopen(origin: _Origin) -> Lender:
     pack = open(origin.path, offset=origin.offset, nbytes=origin.nbytes, verify=origin.verify, kind=origin.kind)
     if pack._origin.identity != origin.identity:
         raise StateError(f"{origin.path} was changed or replaced since it was opened: open it again")
+    return pack._lender
+
+
+def _again(lender: Lender, origin: _Origin) -> Pack:
+    pack = Pack.__new__(Pack)
+    pack._lender, pack._origin = lender, origin
     return pack
 
 
@@ -143,7 +156,8 @@ class _Items(ItemsView[str, View]):
 class Pack(Mapping[str, View]):
     """An open pack: names to :class:`View`, in file order.
 
-    Made by :func:`open`.  Pickling keeps the path, and unpickling opens the same file again.
+    Made by :func:`open`.  Pickling keeps the path, and unpickling opens the same file again, once for a pack and all
+    views of it in one pickle.
 
     Lifetime: arrays and tensors of its views keep the memory mapped.  Leaving a ``with`` block never raises because of
     them; :meth:`close` does, because it unmaps now.
@@ -161,7 +175,7 @@ class Pack(Mapping[str, View]):
         return f"<Pack {self.path!r}, {state}>"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self._origin,)
+        return _again, (self._lender, self._origin)
 
     @property
     def path(self) -> str:
@@ -221,9 +235,17 @@ class Pack(Mapping[str, View]):
         """The text attached to a tensor; a copy.  Raises: UnknownTensorError."""
         return self._contents.index.notes(self._find(name))
 
+    def _number(self, name: object) -> int | None:
+        if not isinstance(name, str):
+            return None
+        try:
+            return self._contents.index.find(name)
+        except FormatError as error:
+            raise FormatError(f"{self.path}: {error}") from None
+
     def _find(self, name: object) -> int:
         index = self._contents.index
-        tensor = index.find(name) if isinstance(name, str) else None
+        tensor = self._number(name)
         if tensor is None:
             shown = quoted(name) if isinstance(name, str) else repr(name)
             raise UnknownTensorError(
@@ -233,11 +255,11 @@ class Pack(Mapping[str, View]):
         return tensor
 
     def __getitem__(self, name: str) -> View:
-        """Raises: UnknownTensorError, which is a KeyError."""
+        """Raises: UnknownTensorError, which is a KeyError; FormatError if the index gives a wrong order of names."""
         return view_of(self._lender, self._find(name), name)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._contents.index.find(name) is not None
+        return self._number(name) is not None
 
     def __len__(self) -> int:
         return len(self._contents.index)

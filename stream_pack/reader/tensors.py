@@ -27,12 +27,17 @@ class Storages:
 
     def __init__(self) -> None:
         self._known: dict[int, StorageWeakRef] = {}
+        # Imported once: this is on the way to each tensor.
+        self._weak: type[StorageWeakRef] | None = None
 
     def of(self, buffer: int, make: Callable[[], NDArray[np.uint8]]) -> torch.UntypedStorage:
         """The storage of ``buffer`` in use, else a new one over the array that ``make`` returns."""
         import torch
-        from torch.multiprocessing.reductions import StorageWeakRef
 
+        if self._weak is None:
+            from torch.multiprocessing.reductions import StorageWeakRef
+
+            self._weak = StorageWeakRef
         known = self._known.get(buffer)
         if known is not None:
             # As torch.multiprocessing does: None once the storage is freed.
@@ -40,7 +45,7 @@ class Storages:
             if storage is not None:
                 return storage
         storage = torch.frombuffer(make(), dtype=torch.uint8).untyped_storage()
-        self._known[buffer] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._known[buffer] = self._weak(storage)
         return storage
 
 

@@ -235,7 +235,7 @@ class _Verification:
         """Names are sorted and unique, and so are the keys of each tensor's notes."""
         index = self._index
         begin, end = self._head.index_file_offset, self._head.index_file_offset + self._head.index_nbytes
-        names = [index.name_bytes(tensor) for tensor in index.name_order.tolist()]
+        names = index.ordered_names()
         for before, after in pairwise(names):
             if before >= after:
                 what = "are equal" if before == after else "are in the wrong order"

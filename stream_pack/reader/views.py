@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,8 +37,11 @@ class View:
     ``Pack.offset`` of a file around it); for a tensor of 0 bytes both are those of an empty range.
     Copies: none, except for :meth:`materialize`.
     Lifetime: arrays, tensors and memoryviews keep the memory mapped, also after the pack's ``with`` block.
-    Raises (every method): StateError once the pack is closed; ChecksumError for damage, when opened with
-    ``verify="lazy"``; FormatError for a constant of a raw payload that contradicts itself.
+    Pickling keeps path and place, no bytes; unpickling (in a worker of a DataLoader, say) opens the same file again, or
+    raises StateError if it was replaced.
+    Raises (every method): StateError once the pack is closed; TruncatedError when the file has become shorter since it
+    was opened; ChecksumError for damage and ReadError for a bad sector, when opened with ``verify="lazy"``; FormatError
+    for a constant of a raw payload that contradicts itself.
     """
 
     name: str
@@ -52,6 +55,11 @@ class View:
     _lender: Lender = field(init=False)
     _tensor: int = field(init=False)
     _start: int = field(init=False)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Path and place, no bytes: whoever unpickles opens the file again.
+        values = (getattr(self, part.name) for part in fields(self) if part.init)
+        return _restored, (self._lender, self._tensor, self._start, *values)
 
     def __repr__(self) -> str:
         return f"<View {quoted(self.name)} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
@@ -132,6 +140,10 @@ def _lent(view: View, lender: Lender, tensor: int, start: int) -> View:
     put(view, "_tensor", tensor)
     put(view, "_start", start)
     return view
+
+
+def _restored(lender: Lender, tensor: int, start: int, *values: Any) -> View:
+    return _lent(View(*values), lender, tensor, start)
 
 
 class TensorSlice:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import stream_pack
-from stream_pack import MappingInUse, StateError
+from stream_pack import MappingInUse, StateError, TruncatedError
 from stream_pack.reader import mapping as mapping_module
 from stream_pack.reader.file_range import FileRange
 from stream_pack.reader.mapping import Mapping
@@ -364,6 +364,105 @@ def test_reading_while_another_thread_leaves_the_with_block_is_a_state_error(pat
     finally:
         sys.setswitchinterval(before)
     assert wrong == set()
+
+
+def doors(pack: stream_pack.Pack, opened: stream_pack.SafeOpen) -> dict[str, Callable[[], object]]:
+    """Every call that hands out memory of a pack, or reads it."""
+    view = pack["embed"]
+    return {
+        "numpy": view.numpy,
+        "writable numpy": lambda: view.numpy(writable=True),
+        "array": lambda: np.asarray(view),
+        "torch": view.torch,
+        "raw": view.raw,
+        "materialize": view.materialize,
+        "the pack's materialize": pack.materialize,
+        "slice as array": lambda: view[1].numpy(),
+        "slice as tensor": lambda: pack.get_slice("embed")[1:3].torch(),
+        "memory": lambda: pack.memory(0, 10, tensors=()),
+        "safe_open": lambda: opened.get_tensor("embed"),
+        "safe_open's slice": lambda: opened.get_slice("embed")[0:2],
+        "safe_open's tensors": lambda: opened.get_tensors(["embed"]),
+    }
+
+
+@pytest.mark.parametrize("verify", ["never", "lazy"])
+@pytest.mark.parametrize("held", [False, True], ids=["first use", "in use"])
+def test_no_door_hands_out_memory_of_a_file_that_was_cut(path: Path, verify: str, held: bool) -> None:
+    whole = path.read_bytes()
+    for cut in (len(whole) - 1, 100, 0):
+        path.write_bytes(whole)
+        pack = stream_pack.open(path, verify=verify)  # type: ignore[arg-type]
+        opened = stream_pack.safe_open(path)
+        in_use = [use() for use in doors(pack, opened).values()] if held else []
+        os.truncate(path, cut)
+        for door, use in doors(pack, opened).items():
+            with pytest.raises(TruncatedError, match="was truncated while it was open") as caught:
+                use()
+            assert str(path) in str(caught.value), door
+            assert (caught.value.expected_nbytes, caught.value.actual_nbytes) == (len(whole), cut)
+        del in_use, pack, opened
+
+
+def test_a_file_that_was_cut_before_it_is_loaded_is_truncated(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+    for names in (None, ["step"]):
+        with pytest.raises(TruncatedError):
+            stream_pack.load_file(path, names=names)
+
+
+def sum_of(view: stream_pack.View) -> float:
+    return float(view.torch().double().sum())
+
+
+def test_views_travel_to_other_processes_as_place_and_not_as_bytes(path: Path) -> None:
+    with stream_pack.open(path) as pack:
+        views = [pack["embed"], pack["embed"][3:5], pack["none"], pack["norm"]]
+        pickled = pickle.dumps(views)
+        assert len(pickled) < 2000
+        for view, again in zip(views, pickle.loads(pickled), strict=True):
+            assert repr(again) == repr(view)
+            assert torch.equal(again.torch(), view.torch())
+        (part,) = pickle.loads(pickle.dumps([pack.get_slice("embed")]))
+        assert torch.equal(part[0].torch(), pack["embed"].torch()[0])
+        with multiprocessing.get_context("spawn").Pool(1) as pool:  # as the workers of a DataLoader may be
+            assert pool.map(sum_of, views) == [sum_of(view) for view in views]
+
+
+def descriptors_of(path: Path) -> int:
+    """How many descriptors of this process are of the file."""
+    return sum(os.path.samefile(entry, path) for entry in Path("/proc/self/fd").iterdir() if entry.exists())
+
+
+@needs_proc
+def test_views_in_one_pickle_share_one_open_file(path: Path) -> None:
+    pack = stream_pack.open(path)
+    pickled = pickle.dumps((pack, *pack.values()))
+    again, *views = pickle.loads(pickled)
+    assert descriptors_of(path) == 2
+    assert torch.equal(views[0].torch(), pack["embed"].torch())
+    again.__exit__(None, None, None)
+    with pytest.raises(StateError):
+        views[0].torch()
+
+
+def test_a_view_of_a_file_that_was_replaced_is_not_one_of_the_new_file(path: Path) -> None:
+    with stream_pack.open(path) as pack:
+        pickled = pickle.dumps(pack["embed"])
+    os.utime(path, (1, 1))
+    with pytest.raises(StateError, match="was changed or replaced"):
+        pickle.loads(pickled)
+
+
+@needs_proc
+def test_hundreds_of_open_packs_take_one_descriptor_each(path: Path) -> None:
+    packs = [stream_pack.open(path) for _ in range(300)]
+    assert descriptors_of(path) == 300
+    arrays = [pack["embed"].numpy() for pack in packs]
+    # Python's maps keep a descriptor of their own until 3.13.
+    assert descriptors_of(path) == (300 if sys.version_info >= (3, 13) else 600)
+    del arrays, packs
+    assert descriptors_of(path) == 0
 
 
 @pytest.mark.parametrize("end", ["with", "close"])

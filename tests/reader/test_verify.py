@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import random
 import struct
 import threading
 from collections.abc import Callable
@@ -214,6 +215,29 @@ def test_names_out_of_order_are_damage_though_all_checksums_agree(path: Path) ->
     stream_pack.open(path).close()
     (damage,) = verify(path).damages
     assert (damage.part, damage.tensors) == ("names", ("b", "a"))
+
+
+def test_no_listed_name_is_unknown_whatever_order_a_forged_index_gives(path: Path) -> None:
+    count = 9
+    data = pack_bytes(path, {f"t{count - number}": torch.tensor(number) for number in range(count)})
+    place = data.index(struct.pack(f"<{count}I", *reversed(range(count))))
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(30):
+        order = generator.sample(range(count), count)
+        changed = bytearray(data)
+        struct.pack_into(f"<{count}I", changed, place, *order)
+        path.write_bytes(reseal(changed))
+        with stream_pack.open(path) as pack:
+            for number, name in enumerate(pack):
+                try:
+                    assert int(pack[name].numpy()) == number
+                except FormatError as error:
+                    assert str(error).startswith(f"{path}: the index is broken: expected names sorted")  # noqa: PT017
+                    refused += 1
+            with pytest.raises(FormatError, match="expected names sorted"):
+                "another" in pack  # noqa: B015 - it might be there, and not be found
+    assert refused
 
 
 def test_a_name_twice_is_damage_though_all_checksums_agree(path: Path) -> None:
