@@ -3,13 +3,15 @@
     python examples/export_llama.py FOLDER
     python examples/export_llama.py FOLDER --params 1b -- -X -qmode 8da4w --embedding-quantize 4,32 -kv
     python examples/export_llama.py FOLDER --params params.json --checkpoint consolidated.00.pth -- -kv
+    python examples/export_llama.py FOLDER -- --mps -kv --disable_dynamic_shape
 
 Arguments after ``--`` are passed to ``executorch.examples.models.llama.export_llama``; without any, the model is
-exported in float32, and no delegate takes its constants.  ExecuTorch 1.4.1 and 1.5.1 both work, and install all that
-the script imports.  Without a checkpoint, one with random weights is made in the folder; the script maps it into
-memory, as it does any.
+exported in float32, and no delegate takes its constants.  ExecuTorch 1.4.1 and 1.5.1 both work (1.4.1 for ``--mps``,
+which it takes only with ``--disable_dynamic_shape``), and install all that the script imports.  Without a checkpoint,
+one with random weights is made in the folder; the script maps it into memory, as it does any.
 
-Each export runs in its own process.  Then the two programs are compared byte by byte, and each runs one token.
+Each export runs in its own process, which stderr tells when it begins.  Then the two programs are compared byte by
+byte, and each runs one token, unless this machine's runtime lacks a backend that it needs (MPS runs only on a Mac).
 """
 
 from __future__ import annotations
@@ -73,13 +75,21 @@ def main() -> None:
         print(f"{way:10}{done.answer['seconds']:10.1f}{''.join(figures)}", flush=True)
     if len(programs) == 2:
         same = filecmp.cmp(programs["stock"], programs["streamed"], shallow=False)
-        print(f"the two programs are {'equal, byte for byte' if same else 'different'}")
+        print(f"the two programs are {'equal, byte for byte' if same else 'different'}", flush=True)
     if arguments.run:
-        ran = {way: run_step("run", program).answer for way, program in programs.items()}
-        for way, answer in ran.items():
+        run_both(programs)
+
+
+def run_both(programs: dict[str, Path]) -> None:
+    """Run a token through each program, or say why that cannot be done here."""
+    ran = {way: run_step("run", program).answer for way, program in programs.items()}
+    for way, answer in ran.items():
+        if answer["missing"]:
+            print(f"{way:10}not run: the runtime on this machine has no {', '.join(answer['missing'])}")
+        else:
             print(f"{way:10}next token after {answer['token']}: {answer['next']}")
-        if len({answer["logits"] for answer in ran.values()}) > 1:
-            sys.exit("the two programs do not compute the same logits")
+    if len({answer.get("logits") for answer in ran.values()}) > 1:
+        sys.exit("the two programs do not compute the same logits")
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -90,9 +100,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--params", default="toy", help="toy, 1b, or a params.json")
     parser.add_argument("--checkpoint", type=Path, help="written by torch.save (default: random weights)")
     parser.add_argument("--only", choices=("stock", "streamed"), nargs=1, help="run only this export")
-    parser.add_argument(
-        "--no-run", dest="run", action="store_false", help="do not run a token (a program for MPS runs only on a Mac)"
-    )
+    parser.add_argument("--no-run", dest="run", action="store_false", help="do not run a token")
     return parser.parse_args(argv[:end]), argv[end + 1 :]
 
 
@@ -165,12 +173,18 @@ class LogClock(logging.Handler):
 
 
 def run(program: str) -> dict[str, Any]:
-    """Run one token in ExecuTorch's runtime."""
+    """Run one token in ExecuTorch's runtime, if that has all ``missing`` backends."""
     import torch
     from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401  registers operators
-    from executorch.extension.pybindings.portable_lib import _load_for_executorch
+    from executorch.extension.pybindings.portable_lib import _get_registered_backend_names, _load_for_executorch
     from executorch.kernels import quantized  # noqa: F401  registers operators
 
+    import stream_pack
+
+    needed = {payload.backend for payload in stream_pack.inspect(program).payloads}
+    missing = sorted(needed - set(_get_registered_backend_names()))
+    if missing:
+        return {"missing": missing}
     module = _load_for_executorch(program)
     method = module.method_meta("forward")
     token = 1
@@ -183,12 +197,19 @@ def run(program: str) -> dict[str, Any]:
     if not logits.isfinite().all():
         sys.exit(f"the logits of {program} are not finite")
     return {
+        "missing": [],
         "token": token,
         "next": int(logits[0].argmax()),
         "logits": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
     }
 
 
+BEGINS = {
+    "make": "making random weights",
+    "stock": "exporting with ExecuTorch alone",
+    "streamed": "exporting with constants streamed",
+    "run": "running a token",
+}
 STEPS: dict[str, Callable[..., dict[str, Any]]] = {step.__name__: step for step in (make, stock, streamed, run)}
 
 
@@ -208,6 +229,7 @@ class Done:
 def run_step(name: str, *words: str | os.PathLike[str]) -> Done:
     """Run a step of :data:`STEPS` in its own process, and sample its memory."""
     argv = [sys.executable, __file__, name, *(os.fspath(word) for word in words)]
+    print(f"{BEGINS[name]} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(argv, stdout=stdout, stderr=stderr)
         samples = []
@@ -218,7 +240,7 @@ def run_step(name: str, *words: str | os.PathLike[str]) -> Done:
             file.seek(0)
         if process.returncode:
             text = stderr.read().decode(errors="replace")
-            sys.exit(f"{text}\nthe step {name!r} failed")
+            sys.exit(f"{text}\nthe step {name!r} ({BEGINS[name]}) failed")
         return Done(json.loads(stdout.read().splitlines()[-1]), samples)
 
 

@@ -10,7 +10,7 @@ from tests.support.documents import ROOT, Block, Workshop, blocks_of, needs_exec
 
 BLOCKS = [block for block in blocks_of("docs/executorch.md") if needs_executorch(block)]
 PROGRAMS = [block for block in BLOCKS if block.language == "python"]
-(EXPORT_LLAMA,) = [block for block in BLOCKS if block.language == "sh"]
+(EXPORT_LLAMA,) = [block for block in BLOCKS if block.language == "sh" and "--mps" not in block.text]
 
 
 @pytest.mark.parametrize("block", PROGRAMS)

@@ -16,11 +16,13 @@ from typing import NoReturn, TypeAlias, TypeVar
 
 import xxhash
 
+from stream_pack.arguments.paths import require_path
 from stream_pack.errors import StateError
 from stream_pack.format.align import align_up
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, zeros
 from stream_pack.pipeline.source import Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.text import human_nbytes
 
 __all__ = ["CHUNK_NBYTES", "SMALL_NBYTES", "Extent", "Held", "Holder", "OnDisk"]
 
@@ -156,24 +158,32 @@ class Holder:
     One file without a name has them all; its disk space is free when this object and every :class:`Held` of it are
     gone, also when the process is killed.
     May be used by several threads.  A forked process writes to a file of its own.
-    Raises: OSError when no file can be made in ``folder``.
+    Raises: OptionError for something that is no path; OSError, which names ``folder``, when no file can be made there.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, chunk_nbytes: int) -> None:
+        require_path("folder", folder, "folder")
         self.chunk_nbytes = chunk_nbytes
+        self._given = os.fsdecode(folder)
         self._folder = os.path.abspath(folder)
         self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
-        self._file = Spool(self._folder).open(why="streamed constants", nbytes=None)
+        try:
+            self._file = Spool(self._folder).open(why="streamed constants", nbytes=None)
+        except OSError as error:  # whose file has a name that nobody has chosen
+            raise OSError(error.errno, error.strerror, self._given) from None
         self._process = os.getpid()
 
-    def hold(self, chunks: Iterable[memoryview | bytes], nbytes: int, *, sha256: bool = False) -> Held:
-        """Write the ``nbytes`` bytes that ``chunks`` give.
+    def hold(
+        self, chunks: Iterable[memoryview | bytes], nbytes: int, *, label: str = "a constant", sha256: bool = False
+    ) -> Held:
+        """Write the ``nbytes`` bytes that ``chunks`` give; messages call them ``label``.
 
         ``sha256``: compute that digest too.
-        Raises: StateError when ``chunks`` give more or fewer bytes; OSError (ENOSPC among others).
+        Raises: StateError when ``chunks`` give more or fewer bytes; OSError (ENOSPC among others), which says what did
+        not fit where.
         """
         hasher, digest = BlockHasher(BLOCK_NBYTES), xxhash.xxh3_128()
         sha = hashlib.sha256() if sha256 else None
@@ -191,7 +201,10 @@ class Holder:
             if extent is None:
                 small.append(bytes(chunk))
             else:
-                extent.file.write_at(extent.offset + position, chunk)
+                try:
+                    extent.file.write_at(extent.offset + position, chunk)
+                except OSError as error:
+                    raise self._not_written(error, label, extent) from None
             position += len(chunk)
         if position < nbytes:
             raise StateError(f"a constant of {nbytes} bytes gave only {position}")
@@ -203,9 +216,18 @@ class Holder:
             None if sha is None else sha.digest(),
         )
 
-    def hold_memory(self, memory: memoryview, *, sha256: bool = False) -> Held:
+    def _not_written(self, error: OSError, label: str, extent: Extent) -> OSError:
+        return OSError(
+            error.errno,
+            f"{error.strerror}: {label} of {human_nbytes(extent.nbytes)} could not be written to the folder of "
+            f"streaming_constants, which holds {human_nbytes(extent.offset)} of the export already and needs room for "
+            "all of its constants",
+            self._given,
+        )
+
+    def hold_memory(self, memory: memoryview, *, label: str = "a constant", sha256: bool = False) -> Held:
         """Write all of ``memory``, as :meth:`hold` does."""
-        return self.hold(_chunks(memory, self.chunk_nbytes), len(memory), sha256=sha256)
+        return self.hold(_chunks(memory, self.chunk_nbytes), len(memory), label=label, sha256=sha256)
 
     def _reserve(self, nbytes: int) -> Extent:
         with self._lock:

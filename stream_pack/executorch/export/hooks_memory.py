@@ -76,7 +76,7 @@ class _Pointer:
     def __bytes__(self) -> HeldBytes:
         if self.placeholder is None:
             array = np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(self.address))
-            held = self.holder.hold_memory(memoryview(array), sha256=self.reading.sha256)
+            held = self.holder.hold_memory(memoryview(array), label=self.reading.label, sha256=self.reading.sha256)
             self.placeholder = HeldBytes(held, self.reading.label)
         return self.placeholder
 

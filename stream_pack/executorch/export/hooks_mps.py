@@ -26,6 +26,7 @@ from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import digest_of, hold_tensor
 from stream_pack.format.graph_mps import check_nodes
+from stream_pack.text import quoted
 
 __all__ = ["HOOKS"]
 
@@ -83,7 +84,7 @@ def _serialized_data(
     if mps_data_type == INT4:
         # Only code on the device can pack these: ExecuTorch does it, one tensor at a time.
         nbytes, buffer, mps_data_type = stock(self, tensor, mps_graph, mps_data_type, id)
-        held = export.holder.hold([buffer.storage], nbytes)
+        held = export.holder.hold([buffer.storage], nbytes, label=f"the constant {quoted(name)}")
     else:
         if self.convert_model_to_fp16 and mps_data_type == FLOAT32:
             mps_data_type = schema.MPSDataType(FLOAT16)

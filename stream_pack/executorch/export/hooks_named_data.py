@@ -65,7 +65,7 @@ def _add(export: Export, stock: Stock, self: Any, key: str, data: Any, *args: An
         key = _true_key(key, data)
         data = _stand_in(data.held, label)
     elif type(data) is bytes and len(data) >= SMALL_NBYTES:
-        data = _stand_in(export.holder.hold_memory(memoryview(data)), label)
+        data = _stand_in(export.holder.hold_memory(memoryview(data), label=label), label)
     stock(self, key, data, *args, **kwargs)
 
 

@@ -51,12 +51,14 @@ def streaming_constants(
     however that does.  There is nothing to delete.  Caches of torch and ExecuTorch that keep modules are cleared when
     the block ends; an export after it, from modules lowered in it, fills them again.
 
-    Only the thread that is in the block streams; other threads export as always.  Blocks may be nested, and several
-    threads may each have one.
+    Only the thread that is in the block streams; other threads work as always.  Blocks may be nested, and several
+    threads may each have one, for lowering and ``to_executorch``.  ``torch.export.export`` must not run in two threads
+    at once, with or without blocks: torch replaces functions of its own meanwhile, for the whole process, and two at a
+    time leave it unable to export.
 
     Raises: UntestedVersionError when ExecuTorch is not as in the versions tested (with ``allow_untested``, a warning);
-    OptionError; LimitError for a ``max_memory`` that is too small; OSError, also during the export when the disk is
-    full; ModuleNotFoundError without ExecuTorch.
+    OptionError; LimitError for a ``max_memory`` that is too small; OSError, which names the folder, also during the
+    export when the disk is full: then it says which constant did not fit; ModuleNotFoundError without ExecuTorch.
     """
     if alignment not in ("page", "stock"):
         raise OptionError(f"alignment={alignment!r}: expected 'page' or 'stock'")

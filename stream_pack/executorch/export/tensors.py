@@ -11,6 +11,7 @@ import xxhash
 from stream_pack.executorch.export.held import CHUNK_NBYTES, Held, Holder
 from stream_pack.pipeline.gather import row_windows
 from stream_pack.sources.memory.torch_tensors import address_of, describe_tensor
+from stream_pack.text import quoted
 
 __all__ = ["SERIAL_ELEMENTS", "digest_of", "hold_tensor", "readable", "readable_storage"]
 
@@ -36,7 +37,7 @@ def hold_tensor(
         chunks = live.read(0, nbytes, chunk_nbytes=holder.chunk_nbytes)
     else:
         chunks = _copied(tensor.detach(), dtype, holder.chunk_nbytes)
-    return holder.hold(chunks, nbytes, sha256=sha256)
+    return holder.hold(chunks, nbytes, label=f"the constant {quoted(name)}", sha256=sha256)
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype, chunk_nbytes: int) -> Iterator[memoryview]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from stream_pack.errors import FormatError, UnsupportedCheckpointError
+from stream_pack.errors import FormatError
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.header_kinds import KINDS
@@ -49,8 +49,8 @@ def open_et_file(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *,
     ``survey_of`` reads it.  A pipe that describes some constants only after others is spooled whole.
 
     Lifetime: the source owns ``stream``.
-    Raises: FormatError and TruncatedError for a file that is damaged, UnsupportedCheckpointError for one without
-    constants, TruncatedSourceError; LimitError when there is no spool.
+    Raises: FormatError and TruncatedError for a file that is damaged, TruncatedSourceError; LimitError when there is
+    no spool.
     """
     with ExitStack() as stack:
         spooled: SpoolFile | None = None
@@ -95,9 +95,6 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
                 names = tuple(f"{payload.users[0]}/{name}" for name in pack.catalog.names)
                 pack = AdaptedSource(pack, replace(pack.catalog, names=names), range(len(names)))
                 members.append(Member(payload.users[0], pack, range(len(names))))
-        if len(members) == 1 and not len(source.catalog):
-            where = f": {survey.external} are in other files" if survey.external else ""
-            raise UnsupportedCheckpointError(f"this {source.traits.kind} holds no constants{where}")
         if len(members) == 1:
             return source
         return JoinedSource(members, kind=source.traits.kind, metadata=metadata if len(members) == 2 else {})
@@ -120,10 +117,11 @@ class ExportedSource(Source):
         self._spooled = spooled
         catalogued = catalog_constants(survey.constants)
         self._recipes = catalogued.recipes
+        kind = "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw
         traits = Traits(
-            "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw,
+            kind,
             chooses_order=stream.regular_file is not None,
-            warnings=tuple(_warnings(survey)),
+            warnings=tuple(_warnings(survey, kind)),
             remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes),),
         )
         super().__init__(catalogued.catalog, traits)
@@ -208,7 +206,9 @@ class ExportedSource(Source):
             raise damaged_head("the file")
 
 
-def _warnings(survey: Survey) -> Iterator[str]:
+def _warnings(survey: Survey, kind: str) -> Iterator[str]:
+    if not len(survey.constants) and not any(payload.kind == "pack" for payload in survey.payloads):
+        yield f"this {kind} holds no constants: the pack is empty"
     others = [payload.backend for payload in survey.payloads if payload.kind == "other"]
     if others:
         yield f"{len(others)} payloads of {listed(sorted(set(others)))} were skipped: their format is unknown"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import hashlib
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stream_pack.errors import StateError, TruncatedSourceError, UnsupportedTensorError
+from stream_pack.errors import OptionError, StateError, TruncatedSourceError, UnsupportedTensorError
 from stream_pack.executorch.export.held import Held, Holder
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export, activate
@@ -106,6 +110,49 @@ def test_compositions_differ_by_digest_where_their_content_does(holder: Holder) 
     assert len(digests) == 6
     again = [holder.hold([content(5000, seed)], 5000) for seed in (1, 2)]
     assert Held.compose(again).digest == Held.compose([one, other]).digest
+
+
+def test_a_full_disk_is_said_with_the_folder_the_constant_and_what_is_there(tmp_path: Path) -> None:
+    # A process of its own, whose files may have 64 KiB: torch's or pytest's must not be cut.
+    script = """
+import os, resource, signal, sys
+from stream_pack.executorch.export.held import Holder
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+holder = Holder(os.path.join(".", "held"), chunk_nbytes=1 << 20)
+holder.hold_memory(memoryview(bytes(40960)), label="the constant 'first'")
+try:
+    holder.hold_memory(memoryview(bytes(40960)), label="the constant 'second'")
+except OSError as error:
+    print(error.errno, error.filename)
+    print(error.strerror)
+"""
+    (tmp_path / "held").mkdir()
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    place, text = done.stdout.splitlines()
+    assert place == f"{errno.EFBIG} ./held"
+    assert text == (
+        f"{os.strerror(errno.EFBIG)}: the constant 'second' of 40.0 KiB could not be written to the folder of "
+        "streaming_constants, which holds 40.0 KiB of the export already and needs room for all of its constants"
+    )
+
+
+@pytest.mark.parametrize("folder", ["missing", "missing/further", "file"])
+def test_a_folder_that_is_none_is_named_as_it_was_given(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="directory") as caught:
+        Holder(folder, chunk_nbytes=MIB)
+    assert caught.value.filename == folder
+    assert caught.value.errno in (errno.ENOENT, errno.ENOTDIR)
+
+
+@pytest.mark.parametrize("folder", ["", "s3://bucket/folder", 3])
+def test_a_folder_that_is_no_path_is_refused(folder: Any) -> None:
+    with pytest.raises(OptionError, match="folder"):
+        Holder(folder, chunk_nbytes=MIB)
 
 
 def test_fewer_or_more_bytes_than_announced_are_refused(holder: Holder) -> None:
