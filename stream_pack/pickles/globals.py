@@ -20,7 +20,7 @@ from stream_pack.pickles.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
 from stream_pack.pickles.unpickler import Callee, Opaque, malformed
 from stream_pack.text import quoted
 
-__all__ = ["TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable", "of_dtype"]
+__all__ = ["MAX_NUMBER", "TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable", "of_dtype"]
 
 MAX_NUMBER = 2**63 - 1
 """torch counts in signed 64-bit integers."""
@@ -28,11 +28,15 @@ MAX_NUMBER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """One of torch's allocations: its record's key, its length, and the elements that it is said to have."""
+    """One of torch's allocations: its record's key, its length, and the elements that it is said to have.
+
+    ``data``: its bytes, if they are in the pickle and in no record.
+    """
 
     key: str
     nbytes: int
     numel: int
+    data: bytes | None = None
 
     def __str__(self) -> str:
         return f"storage {quoted(self.key)} of {self.nbytes} bytes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pickles.globals import Storage, Tensor, TypedStorage
 from stream_pack.pickles.nesting import choose
-from stream_pack.pickles.state_dict import leaves, shown_pickled
+from stream_pack.pickles.state_dict import as_tensor, leaves, shown_pickled
 from stream_pack.pickles.unpickler import Opaque
 
 __all__ = ["KeySummary", "outline"]
@@ -77,11 +77,11 @@ def _walk(value: object) -> Iterator[tuple[tuple[str, ...], object]]:
         below = [
             ((*path, key if type(key) is str else shown_pickled(key)), part)
             for key, part in inner
-            if isinstance(part, dict | list | tuple | Opaque)
+            if isinstance(part, dict | list | tuple | Opaque) and as_tensor(part) is None
         ]
         todo.extend(reversed(below))
 
 
 def _storages(found: Iterable[object]) -> Iterable[Storage]:
     storages = (item.storage for item in found if isinstance(item, Tensor | TypedStorage))
-    return {storage.key: storage for storage in storages}.values()
+    return dict.fromkeys(storages)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from stream_pack.errors import StreamPackError
+from stream_pack.pickles.arrays import ARRAYS, array_of
 from stream_pack.pickles.globals import Tensor, TypedStorage, Unpackable
 from stream_pack.pickles.unpickler import Callee, OddKey, Opaque
 from stream_pack.text import quoted, shown
@@ -37,8 +38,10 @@ Flatten: TypeAlias = "Callable[[object, Collection[str]], StateDict]"
 
 
 def as_tensor(item: object) -> Tensor | Unpackable | TypedStorage | None:
-    """``item`` if it is a tensor, or something of torch's that holds elements; else None."""
-    return item if isinstance(item, Tensor | Unpackable | TypedStorage) else None
+    """``item`` if it is a tensor, an array, or something of torch's that holds elements; else None."""
+    if isinstance(item, Tensor | Unpackable | TypedStorage):
+        return item
+    return array_of(item) if type(item) is Opaque and item.name in ARRAYS else None
 
 
 def parts_of(item: object, *, inside_objects: bool = True) -> Iterable[object]:
@@ -86,7 +89,7 @@ def leaves(
 
 def holds_tensors(value: object, clean: set[int], *, inside_objects: bool = True) -> bool:
     """Whether a tensor is anywhere inside ``value``; ``clean`` and ``inside_objects`` as for :func:`leaves`."""
-    if not isinstance(value, dict | list | tuple | Opaque):
+    if not isinstance(value, dict | list | tuple | Opaque) or as_tensor(value) is not None:
         return False
     return next(leaves(value, clean, inside_objects=inside_objects), None) is not None
 
@@ -103,10 +106,13 @@ def shown_pickled(value: object) -> str:
 
 def what_it_is(value: object) -> str:
     """What is there in place of a dict of tensors, and what to do about it."""
-    if type(value) is Tensor:
+    tensor = as_tensor(value)
+    if type(tensor) is Tensor:
         return "a single tensor, which has no name: save {'name': tensor}"
-    if type(value) is Unpackable:
-        return f"a single tensor without a name, and it is {value.what}: {value.advice}"
+    if type(tensor) is Unpackable:
+        return f"a single tensor without a name, and it is {tensor.what}: {tensor.advice}"
+    if type(tensor) is TypedStorage:
+        return "a bare storage without a name: save {'name': tensor}"
     if isinstance(value, list | tuple):
         return (
             f"a {type(value).__name__}, whose tensors have no names: save a dict of them, or choose one of its items "

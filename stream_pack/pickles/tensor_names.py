@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.errors import SourceError, UnsupportedCheckpointError, UnsupportedTensorError
+from stream_pack.pickles.arrays import MACHINERY
 from stream_pack.pickles.contents import Contents, Nested, is_name, items_of, name_of
 from stream_pack.pickles.globals import Tensor, TypedStorage, Unpackable
 from stream_pack.pickles.state_dict import as_tensor, shown_pickled
@@ -48,7 +49,7 @@ class NamedTensors:
         self, root: Nested, unknown: Collection[str], *, ignore_unknown: bool, watch: MemoryWatch = UNLIMITED
     ) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self.refused: list[tuple[str, UnsupportedCheckpointError]] = []
+        self.refused: list[tuple[str, SourceError]] = []
         self.met: dict[str, None] = {}
         self.ignored = 0
         self._ignore_unknown = ignore_unknown
@@ -120,8 +121,8 @@ class NamedTensors:
         if unnamed is not None:
             self.refused.append((name, unnamed))
         elif type(item) is Unpackable:
-            error = UnsupportedCheckpointError(f"tensor {shown_pickled(name)} is {item.what}: {item.advice}")
-            self.refused.append((name, error))
+            what = f"tensor {shown_pickled(name)} is {item.what}: {item.advice}"
+            self.refused.append((name, UnsupportedTensorError(what, tensor=name)))
         elif type(item) is not Tensor:
             error = UnsupportedCheckpointError(f"{shown_pickled(name)} is a bare storage: save a tensor of it")
             self.refused.append((name, error))
@@ -161,16 +162,20 @@ class NamedTensors:
         if self.ignored:
             yield f"skipped values that are not tensors: {self.ignored}"
         if not self._ignore_unknown:
-            outside = [name for name in unknown if name not in self.met]
+            outside = [name for name in self._needing_code(unknown) if name not in self.met]
             if outside:
                 yield f"skipped objects that need code to load, none of them among these tensors: {listed(outside)}"
-        elif unknown or self._objects:
+        elif (code := self._needing_code(unknown)) or self._objects:
             inside = self._inside_objects
             tensors = f", and the tensors inside them ({inside})" if inside else ""
             yield (
                 f"objects that need code to load were skipped{tensors}: "
-                f"{listed(unknown) if unknown else self._listed_objects()}"
+                f"{listed(code) if code else self._listed_objects()}"
             )
+
+    def _needing_code(self, unknown: Collection[str]) -> list[str]:
+        """The names that are not just those of arrays."""
+        return [name for name in unknown if name in self.met or name not in MACHINERY]
 
 
 @dataclass(slots=True)

@@ -143,7 +143,8 @@ class Source(abc.ABC):
         found = [row for row in rows if row in refused] if refused else []
         if not found:
             return
-        first, *others = found
+        first = found[0]
+        others = [row for row in found if refused[row] is not refused[first]]
         also = f"; {listed(self.catalog.names[row] for row in others)} cannot be packed either" if others else ""
         raise refused[first].extended(f", or leave it out with --exclude (exclude= of convert){also}")
 

@@ -18,7 +18,7 @@ import torch
 
 import stream_pack
 from stream_pack.cli import main
-from stream_pack.errors import LimitError, OptionError, UnsupportedCheckpointError
+from stream_pack.errors import LimitError, OptionError, UnsupportedCheckpointError, UnsupportedTensorError
 from stream_pack.pickles.contents import name_of
 from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.source import Source
@@ -322,7 +322,7 @@ def test_a_known_object_that_holds_a_tensor_is_refused_or_left_out(opened: Open)
 
 def test_a_tensor_that_cannot_be_packed_is_refused_though_unknown_objects_are_ignored(opened: Open) -> None:
     checkpoint = {"model": {"w": one(1), "q": torch.empty(2, device="meta")}}
-    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'q' is on the meta device"):
+    with pytest.raises(UnsupportedTensorError, match=r"tensor 'q' is on the meta device"):
         opened(checkpoint, ignore_unknown=True)
     # Beside the model it is in nobody's way.
     beside = {"model": {"w": one(1)}, "ema": {"q": torch.empty(2, device="meta")}}

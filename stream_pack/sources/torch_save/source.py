@@ -19,7 +19,7 @@ from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import SpoolFile
-from stream_pack.sources.torch_save.container import Container, Data, End
+from stream_pack.sources.torch_save.container import Container, Data, End, Event
 from stream_pack.sources.torch_save.tensors import catalog_tensors
 
 __all__ = ["Step", "TorchSource"]
@@ -59,7 +59,7 @@ class TorchSource(Source):
             big_endian=container.big_endian,
             file_nbytes=stream.file_nbytes if container.seekable else None,
         )
-        self._numbers = {storage.key: k for k, storage in enumerate(self._tensors.storages)}
+        self._numbers = {storage: k for k, storage in enumerate(self._tensors.storages)}
         traits = Traits(
             kind,
             chooses_order=container.seekable,
@@ -85,8 +85,8 @@ class TorchSource(Source):
     def _spool_nbytes(self, requests: Requests) -> int:
         """The longest storage of a pipe that has to wait whole for what is gathered from it."""
         made_from = self._tensors.made_from
-        wanted = (made_from[s].nbytes for s in set(requests.storages.tolist()) if s in made_from)
-        return max(wanted, default=0)
+        wanted = (made_from[s] for s in set(requests.storages.tolist()) if s in made_from)
+        return max((storage.nbytes for storage in wanted if storage.data is None), default=0)
 
     def close(self) -> None:
         self._stream.close()
@@ -107,7 +107,7 @@ class TorchSource(Source):
             for event, target in self._checked(steps):
                 if isinstance(event, Data) and event.storage is not None:
                     if target is not None:
-                        yield from target.pieces(self._numbers[event.storage.key], event.chunk)
+                        yield from target.pieces(self._numbers[event.storage], event.chunk)
                     if self._is_spooled(event.storage, scatter):
                         spool = spool or options.spool.open(
                             why="a tensor that is not contiguous comes through a pipe",
@@ -138,40 +138,58 @@ class TorchSource(Source):
                 wanted = self._wanted(event.storage, scatter)
                 if wanted:
                     yield _Gather(event.storage, wanted, event.payload), scatter
+        for storage in self._tensors.storages:
+            if storage.data is not None:
+                for data in self._read_again(storage, 0, storage.nbytes, chunk_nbytes):
+                    yield data, scatter
+                wanted = self._wanted(storage, scatter)
+                if wanted:
+                    yield _Gather(storage, wanted, 0), scatter
 
     def _buffer_by_buffer(self, requests: Requests, chunk_nbytes: int) -> Generator[Step, None, None]:
         """From a file.  A storage is read whole, and checked, before or while its first buffer goes out."""
         storages = self._tensors.storages
-        payloads: dict[str, int] = {}
+        payloads = {storage: 0 for storage in storages if storage.data is not None}  # have passed with the pickle
         for buffer, (number, start, nbytes) in enumerate(requests.rows()):
             direct = number < len(storages)
             storage = storages[number] if direct else self._tensors.made_from[number]
             target = SingleBuffer(buffer, start, start + nbytes)
-            if storage.key not in payloads:
+            if storage not in payloads:
                 for event in self._container.read_storage(storage, chunk_nbytes):
                     yield event, target if direct else None
                     if isinstance(event, End):
-                        payloads[storage.key] = event.payload
+                        payloads[storage] = event.payload
             elif direct:
                 target = SingleBuffer(buffer, 0, nbytes)
-                for event in self._container.read_range(storage, start, nbytes, chunk_nbytes):
+                for event in self._read_again(storage, start, nbytes, chunk_nbytes):
                     yield event, target
             if not direct:
-                yield _Gather(storage, [number], payloads[storage.key]), target
+                yield _Gather(storage, [number], payloads[storage]), target
         for storage in storages:
-            if storage.key not in payloads:
+            if storage not in payloads:
                 for event in self._container.read_storage(storage, chunk_nbytes):
                     yield event, None
 
+    def _read_again(self, storage: Storage, begin: int, nbytes: int, chunk_nbytes: int) -> Iterator[Event]:
+        """A part of a storage that has passed."""
+        if storage.data is None:
+            yield from self._container.read_range(storage, begin, nbytes, chunk_nbytes)
+            return
+        data = memoryview(storage.data)[begin : begin + nbytes]
+        for at in range(0, nbytes, chunk_nbytes):
+            yield Data(data[at : at + chunk_nbytes], storage, fresh=False)
+
     def _wanted(self, storage: Storage, scatter: Scatter) -> list[int]:
-        return [d for d in self._tensors.derived.get(storage.key, ()) if scatter.wants(d)]
+        return [d for d in self._tensors.derived.get(storage, ()) if scatter.wants(d)]
 
     def _is_spooled(self, storage: Storage, scatter: Scatter) -> bool:
-        return not self._container.seekable and bool(self._wanted(storage, scatter))
+        return storage.data is None and not self._container.seekable and bool(self._wanted(storage, scatter))
 
     def _memory_of(self, event: _Gather, spool: SpoolFile | None) -> memoryview:
         """The bytes of a storage that has passed, in place."""
         nbytes = event.storage.nbytes
+        if event.storage.data is not None:
+            return memoryview(event.storage.data)
         if spool is not None:
             return _mapped(spool.fileno(), 0, nbytes)
         assert self._stream.regular_file is not None  # else it was spooled

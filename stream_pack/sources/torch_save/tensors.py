@@ -19,15 +19,16 @@ __all__ = ["TorchTensors", "catalog_tensors"]
 class TorchTensors:
     """The catalog, and what its storages are.
 
-    Views of a storage share it; everything else is *derived*.  ``storages``: torch's own, by number.  ``recipes`` and
-    ``made_from``: of each derived storage.  ``derived``: the numbers of all that are made from one of torch's.
+    Views of a storage share it; everything else is *derived*.  ``storages``: torch's own and then those in the pickle,
+    by number.  ``recipes`` and ``made_from``: of each derived storage.  ``derived``: the numbers of all that are made
+    from one of ``storages``.
     """
 
     catalog: Catalog
     storages: list[Storage]
     recipes: Mapping[int, Recipe]
     made_from: Mapping[int, Storage]
-    derived: Mapping[str, list[int]]
+    derived: Mapping[Storage, list[int]]
 
 
 def catalog_tensors(
@@ -35,8 +36,8 @@ def catalog_tensors(
 ) -> TorchTensors:
     """Check every tensor's geometry, and list them.
 
-    Storages are numbered in the order of ``storages``.  ``file_nbytes``: the length of the file that holds them, if
-    they are stored as they are and it is known.
+    Storages are numbered in the order of ``storages``, those in the pickle after them.  ``file_nbytes``: the length of
+    the file that holds the former, if they are stored as they are and it is known.
 
     A tensor whose geometry no pack can hold is refused, if it is taken.
 
@@ -48,7 +49,10 @@ def catalog_tensors(
             f"the checkpoint's storages have {storages_nbytes} bytes, the file only {file_nbytes}: "
             "it was cut short, or only some of its records are compressed (then pipe it in: cat FILE | ...)"
         )
-    builder = _Builder(storages, big_endian=big_endian)
+    in_pickle = dict.fromkeys(t.storage for t in state_dict.tensors.values() if t.storage.data is not None)
+    numbered = [*storages.values(), *in_pickle]
+    storages_nbytes += sum(storage.nbytes for storage in in_pickle)
+    builder = _Builder(numbered, big_endian=big_endian)
     for name, tensor in state_dict.tensors.items():
         try:
             builder.add(name, tensor)
@@ -57,25 +61,25 @@ def catalog_tensors(
     for name, reason in state_dict.refused:
         builder.catalog.refuse(name, reason)
     catalog = builder.catalog.build(storages_nbytes=storages_nbytes)
-    return TorchTensors(catalog, list(storages.values()), builder.recipes, builder.made_from, builder.derived)
+    return TorchTensors(catalog, numbered, builder.recipes, builder.made_from, builder.derived)
 
 
 class _Builder:
     """Collects what :class:`TorchTensors` holds."""
 
-    def __init__(self, storages: Mapping[str, Storage], *, big_endian: bool) -> None:
+    def __init__(self, storages: list[Storage], *, big_endian: bool) -> None:
         self.catalog = CatalogBuilder()
         self.recipes: dict[int, Recipe] = {}
         self.made_from: dict[int, Storage] = {}
-        self.derived: dict[str, list[int]] = {}
-        self._numbers = {key: number for number, key in enumerate(storages)}
+        self.derived: dict[Storage, list[int]] = {}
+        self._numbers = {storage: number for number, storage in enumerate(storages)}
         self._known: dict[tuple[int, Recipe], int] = {}
         self._big_endian = big_endian
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Raises: SourceError, LimitError."""
         storage = tensor.storage
-        number, start = self._numbers[storage.key], 0
+        number, start = self._numbers[storage], 0
         if 0 not in tensor.shape:
             made = recipe(
                 name,
@@ -84,7 +88,7 @@ class _Builder:
                 shape=tensor.shape,
                 strides=tensor.strides,
                 storage_nbytes=storage.nbytes,
-                big_endian=self._big_endian,
+                big_endian=self._big_endian and storage.data is None,
                 conj=tensor.conj,
                 neg=tensor.neg,
             )
@@ -103,6 +107,6 @@ class _Builder:
         if new not in self.recipes:
             self.recipes[new] = made
             self.made_from[new] = storage
-            self.derived.setdefault(storage.key, []).append(new)
+            self.derived.setdefault(storage, []).append(new)
             self.catalog.derive(new, of=number, begin=made.start, end=made.end)
         return new

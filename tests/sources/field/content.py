@@ -276,5 +276,10 @@ CONTENT: list[Case] = [
         "whole pickled module.*state_dict",
     ),
     refused("objects beside a tensor", beside_a_tensor, r"argparse\.Namespace.*--ignore-unknown"),
-    packed("objects beside a tensor, ignored", one(torch.ones(2)), beside_a_tensor, ignore_unknown=True),
+    packed(
+        "objects beside a tensor, ignored",
+        lambda: {"w": torch.ones(2), "array": torch.arange(3)},
+        beside_a_tensor,
+        ignore_unknown=True,
+    ),
 ]  # fmt: skip

@@ -337,7 +337,7 @@ def test_a_dtype_that_no_pack_holds_is_refused_by_name(tmp_path: Path) -> None:
     metadata = metadata_of(tmp_path)
     w_of(metadata).properties.dtype = torch.quint8
     rewrite(tmp_path, metadata)
-    with pytest.raises(UnsupportedCheckpointError, match="'w' is of dtype 'torch.quint8'"):
+    with pytest.raises(UnsupportedTensorError, match="'w' is of dtype 'torch.quint8'"):
         taken(open_source(tmp_path))
 
 

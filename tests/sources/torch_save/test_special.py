@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.errors import UnsupportedTensorError
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.open import open_source
 from tests.sources.source_suite import collect, options, requests_for
@@ -77,9 +77,7 @@ def test_tensors_of_torchao_are_refused_because_their_outer_shape_has_no_bytes(
     """pytorch/ao#2478"""
     weight = wrapped(f"torchao.quantization.{name.lower()}", name, monkeypatch)
     for ignore_unknown in (False, True):
-        with pytest.raises(
-            UnsupportedCheckpointError, match=rf"tensor 'layer\.w' is a tensor subclass, 'torchao.*{name}"
-        ):
+        with pytest.raises(UnsupportedTensorError, match=rf"tensor 'layer\.w' is a tensor subclass, 'torchao.*{name}"):
             opened({"ok": torch.ones(1), "layer.w": weight}, ignore_unknown=ignore_unknown)
 
 
@@ -87,7 +85,7 @@ def test_a_tensor_made_of_two_is_refused(opened: Opened) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     made = TwoTensor(torch.ones(2), torch.ones(2))  # type: ignore[no-untyped-call]
-    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is a tensor subclass.*TwoTensor"):
+    with pytest.raises(UnsupportedTensorError, match=r"tensor 'w' is a tensor subclass.*TwoTensor"):
         opened({"w": made}, ignore_unknown=True)
 
 
@@ -100,7 +98,7 @@ QUANTIZED: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_tensors_are_refused(opened: Opened, kind: str) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is quantized: save x\.dequantize"):
+    with pytest.raises(UnsupportedTensorError, match=r"tensor 'w' is quantized: save x\.dequantize"):
         opened({"w": QUANTIZED[kind]()})
 
 
@@ -115,7 +113,7 @@ SPARSE: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_sparse_tensors_are_refused_and_never_given_as_their_values(opened: Opened, kind: str) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match=r"tensor 'w' is sparse: save x\.to_dense"):
+    with pytest.raises(UnsupportedTensorError, match=r"tensor 'w' is sparse: save x\.to_dense"):
         opened({"w": SPARSE[kind]()})
 
 
@@ -130,7 +128,7 @@ class FromNumpy:
 def test_tensors_whose_bytes_are_in_the_pickle_are_refused_with_advice(opened: Opened) -> None:
     for ignore_unknown in (False, True):
         with pytest.raises(
-            UnsupportedCheckpointError,
+            UnsupportedTensorError,
             match=r"tensor 'w' is on another device: its bytes are stored as a NumPy array.*torch 2 or later",
         ):
             opened({"w": FromNumpy()}, ignore_unknown=ignore_unknown)
@@ -147,7 +145,7 @@ def test_tensors_saved_without_their_data_are_zeros_that_nobody_can_tell() -> No
 def test_bits_without_a_meaning_are_refused_by_name(opened: Opened) -> None:
     for dtype in (torch.bits8, torch.bits4x2, torch.bits1x8):
         tensor = torch.ones(2, dtype=torch.uint8).view(dtype)
-        with pytest.raises(UnsupportedCheckpointError, match="tensor 'w' is of dtype 'torch"):
+        with pytest.raises(UnsupportedTensorError, match="tensor 'w' is of dtype 'torch"):
             opened({"w": tensor})
 
 
@@ -196,5 +194,5 @@ def test_a_shard_and_a_sum_that_is_still_to_be_made_are_refused(opened: Opened, 
     from torch.distributed.tensor import Partial, Shard
 
     for placement in (Shard(0), Shard(1), Partial()):
-        with pytest.raises(UnsupportedCheckpointError, match="tensor 'w' is a DTensor, one rank's"):
+        with pytest.raises(UnsupportedTensorError, match="tensor 'w' is a DTensor, one rank's"):
             opened({"w": distributed_tensor(world, placement)})
