@@ -3,6 +3,9 @@
 This is the only list of what it takes or refuses; the numbers are from :mod:`stream_pack.format.dtypes`.  The enum of
 the same name in Metal (:mod:`stream_pack.metal.rules`) has other numbers, and types that this runtime does not read.
 
+It is what the last release with the backend does.  An older runtime on a device may abort on more of them, on int4 and
+float64 above all.
+
 Source: ExecuTorch 1.4.1, backends/apple/mps/runtime/operations/OperationUtils.mm, MPSGraphBuilder::getMPSDataType.
 """
 

@@ -25,12 +25,13 @@ from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import digest_of, hold_tensor
+from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.graph_mps import check_nodes
 from stream_pack.text import quoted
 
 __all__ = ["HOOKS"]
 
-FLOAT32, FLOAT16, INT4 = 2, 1, 5
+FLOAT32, FLOAT16, INT4 = (DTYPES[BY_NAME[name]].mps for name in ("float32", "float16", "int4"))
 _ELEMENTS: dict[int, torch.dtype] = {
     mps.number: getattr(torch, mps.name)
     for mps in MPS_TYPES.values()

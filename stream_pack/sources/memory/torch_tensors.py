@@ -143,13 +143,13 @@ def address_of(tensor: torch.Tensor) -> int:
     may be written through.
     """
     if _is_lazy_clone(tensor):
-        return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+        return _storage_address(tensor) + int(tensor.storage_offset()) * tensor.itemsize
     return tensor.data_ptr()
 
 
 def _storage_address(tensor: torch.Tensor) -> int:
-    if _is_lazy_clone(tensor) and tensor.numel():
-        return address_of(tensor) - int(tensor.storage_offset()) * tensor.itemsize
+    if _is_lazy_clone(tensor):
+        return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]  # the storage's, despite its name
     return tensor.untyped_storage().data_ptr()
 
 

@@ -705,3 +705,14 @@ except ValueError:
 assert "torch" not in sys.modules and "ml_dtypes" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "_lazy_clone"), reason="this version of torch has no lazy clones")
+@pytest.mark.parametrize("rows", [slice(None), slice(3, 9)], ids=["whole", "view"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["contiguous", "transposed"])
+def test_packing_a_lazy_clone_makes_no_copy_of_it(rows: slice, order: tuple[int, int], tmp_path: Path) -> None:
+    weight = torch.randn(64, 64)
+    lazy = weight._lazy_clone()[rows].permute(order)
+    stream_pack.save_file({"w": lazy}, tmp_path / "pack")
+    assert torch._C._is_cow_tensor(lazy)  # type: ignore[attr-defined]
+    assert torch.equal(stream_pack.load_file(tmp_path / "pack")["w"], weight[rows].permute(order))
