@@ -64,6 +64,13 @@ def test_the_makefile_explains_every_target() -> None:
     assert explained == set(phony[1].split()) - {"help"}
 
 
+def test_ci_tests_the_lowest_versions_that_users_may_have() -> None:
+    done = subprocess.run([ROOT / ".ci/lowest"], capture_output=True, text=True, check=True)
+    wanted = config()["options"]["install_requires"].split("\n")
+    assert done.stdout.split("\n")[:-1] == [line.replace(" >=", "==") for line in wanted if line]
+    assert re.fullmatch(r"([\w-]+==\d+(\.\d+){2}\n)+", done.stdout)  # as pip prints them: 2.1 is not 2.1.0
+
+
 def test_the_scripts_can_be_run_and_parse() -> None:
     for script in (ROOT / ".ci/run", ROOT / "examples/demo.sh"):
         assert os.access(script, os.X_OK)

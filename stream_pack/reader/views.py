@@ -253,7 +253,8 @@ def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:
 
 def _number(name: str, part: object) -> int:
     # An array of one element is an index too, but means a dim.
-    if not isinstance(part, bool) and not getattr(part, "ndim", 0):
+    # NumPy before 2.0 takes its own bools for numbers, with a warning.
+    if not isinstance(part, bool | np.bool_) and not getattr(part, "ndim", 0):
         try:
             return operator.index(part)  # type: ignore[arg-type]
         except TypeError:
