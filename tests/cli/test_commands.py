@@ -499,13 +499,13 @@ def test_a_path_that_cannot_be_read_is_shown_as_it_was_given(
     assert str(tmp_path) not in err
 
 
-def test_a_folder_that_does_not_exist_is_named_as_the_target_was_given(
+def test_a_folder_that_does_not_exist_is_named_as_it_was_given(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["convert", source.name, "missing/target"]) == 3
     _, err = capfd.readouterr()
-    assert_one_line(err, "No such file or directory: missing/target")
+    assert_one_line(err, "No such file or directory: missing\n")
 
 
 # Exit code 4: system error

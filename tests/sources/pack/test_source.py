@@ -39,6 +39,7 @@ from stream_pack.pipeline.source import Source
 from stream_pack.sources.pack.source import PackSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, ranges, requests_for
+from tests.support.packs import reseal
 from tests.support.taking import taken
 
 POLICY = Policy(alignment=Alignment(small=256, large=4096, large_nbytes=8192), block_nbytes=4096)
@@ -296,10 +297,19 @@ def test_a_lost_locator_is_damage_where_a_footer_stands(tmp_path: Path) -> None:
 
 def test_a_newer_version_is_refused_as_such(tmp_path: Path) -> None:
     at = REGION - 12  # the locator's version
-    for make in open_both(PACK[:at] + b"\2" + PACK[at + 1 :], tmp_path):
+    data = bytearray(PACK)
+    data[at] = 2
+    for make in open_both(reseal(data), tmp_path):
         with pytest.raises(NewerVersionError) as caught:
             read(make)
         assert (caught.value.version, caught.value.supported) == (2, 1)
+
+
+def test_a_version_that_the_checksum_of_the_head_does_not_cover_is_damage(tmp_path: Path) -> None:
+    at = REGION - 12
+    for make in open_both(PACK[:at] + b"\2" + PACK[at + 1 :], tmp_path):
+        with pytest.raises(ChecksumError, match="the head .* is damaged"):
+            read(make)
 
 
 def test_a_dtype_of_a_later_version_is_refused_by_name(tmp_path: Path) -> None:
