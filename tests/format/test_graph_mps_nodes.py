@@ -19,7 +19,7 @@ ADD, RELU, CAT, SPLIT, INDEX, CONV, NORM = 7, 2, 68, 74, 61, 76, 84  # members o
 
 RIGHT = [
     Node(ADD, {0: 0, 1: 1, 2: 2}),
-    Node(RELU, {0: 0, 1: -1, 2: 2}),  # no second operand
+    Node(RELU, {0: 0, 2: 2}),
     Node(CAT, {0: [0, 1, 0], 1: 2}),
     Node(SPLIT, {0: 2, 1: [0, 1]}),
     Node(INDEX, {0: 0, 1: [-1, 2], 2: 1}),
@@ -31,7 +31,7 @@ RIGHT = [
 WRONG = [
     (Node(ADD, {0: 0, 1: 3, 2: 2}), "Add", 3),
     (Node(ADD, {0: 0, 1: 1, 2: 1000}), "Add", 1000),
-    (Node(RELU, {0: -2, 1: -1, 2: 2}), "ReLU", -2),
+    (Node(RELU, {0: -2, 2: 2}), "ReLU", -2),
     (Node(CAT, {0: [0, 1, 4], 1: 2}), "Cat", 4),
     (Node(SPLIT, {0: 2, 1: [0, 3]}), "SplitWithSizes", 3),
     (Node(INDEX, {0: 0, 1: [-1, 5], 2: 1}), "IndexTensor", 5),
@@ -57,14 +57,37 @@ def test_every_id_that_is_a_value_s_or_none_is_right() -> None:
 @pytest.mark.parametrize(("node", "name", "value"), WRONG, ids=[f"{name}-{value}" for _, name, value in WRONG])
 def test_an_id_that_is_no_value_s_is_named_with_its_node(node: Node, name: str, value: int) -> None:
     payload = mps_payload(CONSTANTS, bytes(12), nodes=[*RIGHT, node])
-    text = rf"node {len(RIGHT)} \(MPS{name}\) names value {value}, but it has 3 values"
+    text = rf"node {len(RIGHT)} \(MPS{name}\) names value {value}, and the graph has 3"
+    with pytest.raises(FormatError, match=text):
+        check(payload)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inputs", "wrong"),
+    [
+        ([Node(RELU, {0: 0, 2: 2}), Node(ADD, {0: 2, 1: 1, 2: 3})], [0], None),
+        ([Node(RELU, {0: 2, 2: 3}), Node(RELU, {0: 0, 2: 2})], [0], (0, 2)),  # made later
+        ([Node(RELU, {0: 2, 2: 2})], [0], (0, 2)),  # made by itself
+        ([Node(RELU, {0: 0, 2: 2}), Node(CAT, {0: [0, 3], 1: 3})], [0], (1, 3)),  # made by none
+        ([Node(RELU, {0: 0, 2: 2})], [], (0, 0)),  # no input
+        ([Node(RELU, {0: 2, 2: 3}), Node(200, {})], [0], None),  # who knows what a later version's node makes
+        ([Node(55, {1: 0}), Node(RELU, {0: 0, 2: 2})], [], None),  # Full has no operand
+    ],
+)
+def test_what_a_node_uses_is_there_by_then(nodes: list[Node], inputs: list[int], wrong: tuple[int, int] | None) -> None:
+    payload = mps_payload([*CONSTANTS, Constant((1,), 0)], bytes(12), ids=[1], nodes=nodes, inputs=inputs)
+    if wrong is None:
+        check(payload)
+        return
+    node, value = wrong
+    text = rf"node {node} \(MPS\w+\) names value {value}, which is no input, no constant and no result of an earlier"
     with pytest.raises(FormatError, match=text):
         check(payload)
 
 
 def test_the_first_of_several_is_named() -> None:
     nodes = [RIGHT[0], Node(CAT, {0: [0, 9], 1: 8}), Node(ADD, {0: 5, 1: 6, 2: 7})]
-    with pytest.raises(FormatError, match=r"node 1 \(MPSCat\) names value 8, .*and so do 4 more places"):
+    with pytest.raises(FormatError, match=r"node 1 \(MPSCat\) names value 8, and the graph has 3 \(4 more are wrong\)"):
         check(mps_payload(CONSTANTS, bytes(12), nodes=nodes))
 
 
@@ -80,7 +103,7 @@ def test_verify_inspect_and_convert_say_it(tmp_path: Path, capfd: pytest.Capture
     for data, place in ((payload, ""), (head + payload, "the payload of 'forward/0': ")):
         path = tmp_path / "file"
         path.write_bytes(data)
-        text = f"{place}the graph's node 0 (MPSAdd) names value 3, but it has 3 values"
+        text = f"{place}the graph's node 0 (MPSAdd) names value 3, and the graph has 3"
         assert main(["verify", str(path)]) == 1
         assert text in capfd.readouterr().out
         (fault,) = stream_pack.inspect(path).faults

@@ -125,6 +125,7 @@ def _constants_source(source: Source, wanted: Sequence[GraphConstant]) -> Source
     catalog = source.catalog
     _check_names(wanted)
     rows = _rows(catalog, wanted)
+    source.refuse(rows.tolist())
     # One tensor may be several constants, which are then tied.
     taken = take_rows(catalog, rows, [constant.name for constant in wanted])
     fitted = [_fit(constant, taken, row) for row, constant in enumerate(wanted)]

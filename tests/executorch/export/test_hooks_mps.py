@@ -30,7 +30,7 @@ from executorch.exir.backend.backend_api import to_backend
 from executorch.exir.backend.backend_details import CompileSpec
 
 import stream_pack
-from stream_pack.errors import StateError, UnsupportedTensorError
+from stream_pack.errors import RawPayloadError, StateError, UnsupportedTensorError
 from stream_pack.executorch import streaming_constants, write_program
 from tests.executorch.flatc import decoded
 from tests.executorch.models import Block
@@ -348,11 +348,31 @@ def test_nothing_of_one_export_reaches_the_next(tmp_path: Path) -> None:
     # Without a block, the second one has no such constant: it refers to the number that the first one gave it.
     found = [payloads_of(bytes(manager_of(program).buffer)) for program in programs]
     assert [len(constants_of(payload)) for (payload,) in found] == [1, 0]
-    # That can be seen from outside: the graph has no value of that number.
-    (tmp_path / "second.mp00").write_bytes(found[1][0])
-    (damage,) = stream_pack.verify(tmp_path / "second.mp00").damages
-    assert damage.part == "graph"
-    assert "(MPSPow) names value" in damage.message
+
+
+class Later(torch.nn.Module):
+    """The same power as of :class:`SumToPower`, whose exponent has a higher number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = (x + x).sigmoid()
+        result: torch.Tensor = x**1.5
+        return result
+
+
+def test_verify_sees_what_stock_leaves_behind_for_the_next_export(tmp_path: Path) -> None:
+    NodeVisitor._tensor_to_id.clear()
+    path = tmp_path / "program.pte"
+    for model, sound in ((Later(), True), (SumToPower(), False)):
+        path.write_bytes(bytes(manager_of(exported(model, (torch.rand(3, 4),))).buffer))
+        if sound:
+            with pytest.raises(RawPayloadError, match="no fault was seen"):
+                stream_pack.verify(path)
+            continue
+        (damage,) = stream_pack.verify(path).damages
+        assert damage.message.startswith("the payload of 'forward/0': the graph's node ")
+        assert "(MPSPow) names value 17, and the graph has 3" in damage.message
+    NodeVisitor._tensor_to_id.clear()
 
 
 def test_delegates_of_one_program_have_constants_of_their_own(tmp_path: Path) -> None:
@@ -360,6 +380,7 @@ def test_delegates_of_one_program_have_constants_of_their_own(tmp_path: Path) ->
     payloads = payloads_of(streamed(made("llama block"), tmp_path))
     squares = [constants_of(payload).count(np.float32(2).tobytes()) for payload in payloads]
     assert squares == [1, 0, 1]
+    assert stream_pack.verify(tmp_path / "program.pte").ok
     NodeVisitor._tensor_to_id.clear()
     stock = payloads_of(bytes(manager_of(made("llama block")).buffer))
     squares = [constants_of(payload).count(np.float32(2).tobytes()) for payload in stock]
