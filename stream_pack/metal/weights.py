@@ -143,8 +143,10 @@ class Weights(Mapping[str, MetalView]):
         """The buffers that together hold all tensors but those of :attr:`too_large`, in file order.
 
         Nothing in them is verified, even with ``verify="lazy"``.
+        Raises: TruncatedError when the file was truncated since it was opened.
         """
         self._require_open()
+        self.pack._lender.mapping.check_length()
         buffers = self._all_windows()
         for window, buffer in enumerate(buffers):
             self._used(buffer, self._plan.tensors(window).tolist())
@@ -170,8 +172,8 @@ class Weights(Mapping[str, MetalView]):
         return buffer
 
     def __getitem__(self, name: str) -> MetalView:
-        """Raises: UnknownTensorError, which is a KeyError; TensorTooLarge; ChecksumError when opened with
-        ``verify="lazy"``."""
+        """Raises: UnknownTensorError, which is a KeyError; TensorTooLarge; TruncatedError when the file was
+        truncated since it was opened; ChecksumError when opened with ``verify="lazy"``."""
         self._require_open()
         view = self.pack[name]
         buffer, offset = None, 0
@@ -191,7 +193,8 @@ class Weights(Mapping[str, MetalView]):
         buffers; for thousands of tensors use the windows.
         Copies: none.
         Raises: UnknownTensorError; TensorTooLarge; AlignmentError unless the tensor starts at a page, as those of 1 MiB
-        and more do; MetalBufferError for a tensor of 0 bytes; ChecksumError as for ``weights[name]``.
+        and more do; MetalBufferError for a tensor of 0 bytes; TruncatedError and ChecksumError as for
+        ``weights[name]``.
         """
         self._require_open()
         view = self.pack[name]

@@ -35,9 +35,16 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def consumer(pytestconfig: pytest.Config) -> ModuleType:
+def consumer_folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the extension is, from one session to the next unless pytest has no cache."""
+    cache: pytest.Cache | None = getattr(pytestconfig, "cache", None)
+    return tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("consumer")
+
+
+@pytest.fixture(scope="session")
+def consumer(consumer_folder: Path) -> ModuleType:
     """An extension that takes capsules with nanobind, as MLX does; it takes 3 seconds to build, once."""
-    return load_consumer(pytestconfig.cache.mkdir("consumer"))
+    return load_consumer(consumer_folder)
 
 
 @pytest.fixture

@@ -248,6 +248,31 @@ def test_a_file_made_shorter_meanwhile_is_noticed_before_it_is_wrapped(
     assert standin.live() == 0
 
 
+def test_of_a_file_made_shorter_later_no_buffer_is_handed_out_any_more(
+    tmp_path: Path, standin: StandIn, pack_path: Path
+) -> None:
+    path = tmp_path / "short.pack"
+    path.write_bytes(pack_path.read_bytes())
+    weights = on(standin, path)
+    own = weights.own_buffer("head")
+    view = weights["embedding"]
+    os.truncate(path, 2 * MIB)
+    for ask in (
+        lambda: weights["head"],
+        lambda: weights.own_buffer("head"),
+        lambda: weights.own_buffer("embedding"),
+        view.own_buffer,
+        lambda: list(weights.values()),
+        lambda: weights.windows,
+    ):
+        with pytest.raises(TruncatedError, match="was truncated while it was open"):
+            ask()
+    del own, view, ask
+    gc.collect()  # exceptions and their frames
+    weights.close()
+    assert standin.live() == 0
+
+
 def test_lazily_a_damaged_tensor_is_refused_and_others_are_handed_out(
     tmp_path: Path, standin: StandIn, pack_path: Path
 ) -> None:
