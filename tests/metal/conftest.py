@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -72,3 +73,26 @@ def pack_path(arrays: dict[str, NDArray[np.generic]], tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("metal") / "model.pack"
     stream_pack.save_file(arrays, path)
     return path
+
+
+@pytest.fixture
+def pyobjc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """pyobjc's calls, as far as they are used."""
+    calls: list[tuple[object, ...]] = []
+
+    class TensorData:
+        @classmethod
+        def alloc(cls) -> TensorData:
+            return cls()
+
+        def initWithMTLBuffer_shape_dataType_(self, *arguments: object) -> TensorData:  # noqa: N802
+            calls.append(arguments)
+            return self
+
+    objc = ModuleType("objc")
+    objc.objc_object = lambda *, c_void_p: ("pyobjc", c_void_p)  # type: ignore[attr-defined]
+    graph = ModuleType("MetalPerformanceShadersGraph")
+    graph.MPSGraphTensorData = TensorData  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "objc", objc)
+    monkeypatch.setitem(sys.modules, "MetalPerformanceShadersGraph", graph)
+    return calls

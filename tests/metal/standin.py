@@ -328,7 +328,6 @@ _HANDLERS: dict[str, Callable[..., int | None]] = {
     "endEncoding": lambda self, *_: None,
     "endResidency": lambda self, *_: self.resident.clear(),
     "hasUnifiedMemory": lambda self, *_: int(self.unified),
-    "length": lambda self, receiver, *_: self._objects[receiver].nbytes,
     "maxBufferLength": lambda self, *_: self.max_buffer_length,
     "name": lambda self, *_: self._autoreleased("string"),
     "new": StandIn._make,

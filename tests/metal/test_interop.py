@@ -506,29 +506,6 @@ def test_at_exit_what_others_still_hold_is_left_to_them_without_a_deleter(pack_p
     assert result.returncode == 0
 
 
-@pytest.fixture
-def pyobjc(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """pyobjc's calls, as far as they are used."""
-    calls: list[tuple[object, ...]] = []
-
-    class TensorData:
-        @classmethod
-        def alloc(cls) -> TensorData:
-            return cls()
-
-        def initWithMTLBuffer_shape_dataType_(self, *arguments: object) -> TensorData:  # noqa: N802
-            calls.append(arguments)
-            return self
-
-    objc = ModuleType("objc")
-    objc.objc_object = lambda *, c_void_p: ("pyobjc", c_void_p)  # type: ignore[attr-defined]
-    graph = ModuleType("MetalPerformanceShadersGraph")
-    graph.MPSGraphTensorData = TensorData  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "objc", objc)
-    monkeypatch.setitem(sys.modules, "MetalPerformanceShadersGraph", graph)
-    return calls
-
-
 def test_a_graph_is_fed_a_buffer_that_begins_with_the_tensor(
     weights: Weights, pyobjc: list[tuple[object, ...]]
 ) -> None:
