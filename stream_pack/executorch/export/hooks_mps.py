@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stream_pack.errors import UnsupportedTensorError
+from stream_pack.errors import FormatError, SourceError, UnsupportedTensorError
 from stream_pack.et_files.mps_types import MPS_TYPES, Runtime
 from stream_pack.executorch.export.held import Held
 from stream_pack.executorch.export.hooks_program import StreamedCord
@@ -170,7 +170,10 @@ class _Payload(StreamedCord):
 
     def __bytes__(self) -> bytes:
         _, graph, *_ = self._buffers
-        check_nodes(memoryview(graph))  # what ExecuTorch made must not lead the device past the end of its values
+        try:
+            check_nodes(memoryview(graph))  # as ExecuTorch alone does not
+        except FormatError as error:
+            raise SourceError(str(error)) from None
         held = Held.compose(self._buffers) if self._region is None else assemble(self._region, graph)
         # Other code that calls preprocess() may do anything with the payload.
         caller = sys._getframe(2).f_globals.get("__name__")

@@ -30,7 +30,7 @@ from executorch.exir.backend.backend_api import to_backend
 from executorch.exir.backend.backend_details import CompileSpec
 
 import stream_pack
-from stream_pack.errors import RawPayloadError, StateError, UnsupportedTensorError
+from stream_pack.errors import RawPayloadError, SourceError, StateError, UnsupportedTensorError
 from stream_pack.executorch import streaming_constants, write_program
 from tests.executorch.flatc import decoded
 from tests.executorch.models import Block
@@ -358,6 +358,20 @@ class Later(torch.nn.Module):
             x = (x + x).sigmoid()
         result: torch.Tensor = x**1.5
         return result
+
+
+def test_a_graph_that_would_lead_the_device_astray_ends_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = mps_preprocess.convert_to_flatbuffer
+
+    def astray(graph: Any) -> bytes:
+        graph.output_ids = [len(graph.mps_values)]
+        return bytes(stock(graph))
+
+    monkeypatch.setattr(mps_preprocess, "convert_to_flatbuffer", astray)
+    with pytest.raises(SourceError, match="outputs name value 4, but it has 4 values"):
+        streamed(exported(SumToPower(), (torch.rand(3, 4),)), tmp_path)
 
 
 def test_verify_sees_what_stock_leaves_behind_for_the_next_export(tmp_path: Path) -> None:
