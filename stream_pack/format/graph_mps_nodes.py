@@ -65,9 +65,9 @@ def check_ids(root: Table) -> None:
         raise _wrong(root, kinds, missing, f"and the graph has {values}")
     if (kinds > len(NODES)).any():
         return  # of a later version: what these make is not known
-    maker = np.full(values + 1, len(kinds), np.int64)  # the last entry is that of NO_VALUE
+    maker = np.full(values + 1, len(kinds), np.int32)  # the last entry is that of NO_VALUE
     np.minimum.at(maker, made[1], made[0])
-    maker[np.concatenate((given[0], given[2], [NO_VALUE]))] = -1
+    maker[given[0]] = maker[given[2]] = maker[NO_VALUE] = -1
     early = used[:, maker[used[1]] >= used[0]]
     if early.size:
         raise _wrong(root, kinds, early, "which is no input, no constant and no result of an earlier node")
