@@ -24,15 +24,18 @@ from stream_pack.cli.exits import DONE, UsageError
 from stream_pack.cli.progress import Progress, progress_bar
 from stream_pack.cli.terminal import Standard, note, say
 from stream_pack.errors import LimitError
-from stream_pack.text import human_nbytes, printable
+from stream_pack.text import human_nbytes, printable, quoted
 
 if TYPE_CHECKING:
     from stream_pack.pickles.outline import KeySummary
-    from stream_pack.pipeline.source import Source
     from stream_pack.report import Report, Sizes
+    from stream_pack.sources.open import FileAt
     from stream_pack.writer.options import ConvertOptions
 
 __all__ = ["CONVERT"]
+
+_WITH_LIST_KEYS = {"command", "source", "target", "offset", "list_keys", "ignore_unknown", "spool_dir", "json", "quiet"}
+"""What may be given beside --list-keys: TARGET and the rest of a command's usual words, or what it heeds."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
@@ -117,6 +120,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     _check_paths(arguments)
+    if arguments.list_keys:
+        _check_alone(arguments)
     source = _source(arguments, standard)
     if arguments.list_keys:
         return _list_keys(source, arguments, standard)
@@ -145,15 +150,23 @@ def _check_paths(arguments: argparse.Namespace) -> None:
         require_path("--spool-dir", arguments.spool_dir, "folder")
 
 
-def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | Source:
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError for options that mean nothing beside --list-keys."""
+    given = [name for name, value in vars(arguments).items() if value not in (None, False, 0)]
+    idle = ["--" + name.replace("_", "-") for name in given if name not in _WITH_LIST_KEYS]
+    if idle:
+        raise UsageError(f"--list-keys only prints keys: {', '.join(idle)} would have no effect")
+
+
+def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | FileAt:
     path: str = arguments.source
     if not arguments.offset:
         return standard.source() if path == STANDARD else path
     if path == STANDARD:
         raise UsageError("--offset needs a file: stdin is read from its current position")
-    from stream_pack.sources.open import open_within
+    from stream_pack.sources.open import FileAt
 
-    return open_within(path, arguments.offset, max_memory=arguments.max_memory)
+    return FileAt(path, arguments.offset)
 
 
 def _options(arguments: argparse.Namespace, progress: Progress | None = None) -> ConvertOptions:
@@ -166,7 +179,9 @@ def _options(arguments: argparse.Namespace, progress: Progress | None = None) ->
     options = {name: given[name] for name in names if name in given}
     if len(given.get("key", ())) == 1:  # a dotted path; several are the steps of one
         (options["key"],) = given["key"]
-    options["metadata"] = dict(given.get("metadata", ()))
+        if not options["key"]:  # a variable that was not set; the key "" itself is the step after another, or key=[""]
+            raise UsageError("--key is empty: expected the names of keys, or '.' for everything")
+    options["metadata"] = _metadata(given.get("metadata", ()))
     small = given.get("alignment", DEFAULT_ALIGNMENT.small)
     large = given.get("large_alignment", max(small, DEFAULT_ALIGNMENT.large))
     announce = None if arguments.quiet else note
@@ -177,7 +192,15 @@ def _options(arguments: argparse.Namespace, progress: Progress | None = None) ->
         raise UsageError(str(error)) from None
 
 
-def _list_keys(source: str | int | Source, arguments: argparse.Namespace, standard: Standard) -> int:
+def _metadata(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    metadata: dict[str, str] = {}
+    for key, value in pairs:
+        if metadata.setdefault(key, value) != value:
+            raise UsageError(f"--metadata {quoted(key)} is given twice, with two values")
+    return metadata
+
+
+def _list_keys(source: str | int | FileAt, arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.sources.open import list_keys
 
     rows = list_keys(source, spool_dir=arguments.spool_dir)
@@ -197,7 +220,7 @@ def _table(rows: Sequence[KeySummary]) -> str:
     return "\n".join(lines)
 
 
-def _dry_run(source: str | int | Source, arguments: argparse.Namespace, standard: Standard) -> int:
+def _dry_run(source: str | int | FileAt, arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.writer.convert import forecast_with
 
     plan = forecast_with(source, _options(arguments), to_stream=arguments.target == STANDARD)

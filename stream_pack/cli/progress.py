@@ -34,11 +34,10 @@ def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
         with closing(PlainBar(sys.stderr, clock=time.monotonic)) as plain:
             yield plain.update
         return
+    began = time.monotonic()
     with tqdm(
         total=0,
-        unit="iB",
-        unit_scale=True,
-        unit_divisor=1024,
+        bar_format="{percentage:3.0f} %|{bar}|{desc}",  # its own units are not those of the rest of the output
         mininterval=UPDATE_SECONDS,
         leave=False,
         file=sys.stderr,
@@ -47,6 +46,8 @@ def progress_bar(*, wanted: bool) -> Iterator[Progress | None]:
 
         def update(done: int, total: int) -> None:
             bar.total = total
+            _, _, amounts = progress_line(done, total, seconds=time.monotonic() - began).partition("%")
+            bar.set_description_str(amounts, refresh=False)
             bar.update(done - bar.n)
 
         yield update

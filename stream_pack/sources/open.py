@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -23,10 +23,21 @@ if TYPE_CHECKING:
 
     from stream_pack.pickles.outline import KeySummary
 
-__all__ = ["Convertible", "list_keys", "open_source", "open_within"]
+__all__ = ["Convertible", "FileAt", "list_keys", "open_source"]
 
-Convertible: TypeAlias = "str | os.PathLike[str] | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
-"""A path (of a file, or of a folder that holds a set of files), a descriptor, a binary file object,
+
+@dataclass(frozen=True, slots=True)
+class FileAt:
+    """What begins at byte ``offset`` of the regular file at ``path``; more may follow a pack there."""
+
+    path: str
+    offset: int
+
+
+Convertible: TypeAlias = (
+    "str | os.PathLike[str] | FileAt | int | BinaryReader | Mapping[str, object] | torch.nn.Module | Source"
+)
+"""A path (of a file, or of a folder that holds a set of files), a place in a file, a descriptor, a binary file object,
 a mapping of names to tensors or arrays, a module, or a source.
 """
 
@@ -63,20 +74,6 @@ def open_source(
         opened.close()
         raise OptionError(f"--key (key=) selects from nested dicts, and this source ({opened.traits.kind}) has none")
     return opened
-
-
-def open_within(
-    path: str | os.PathLike[str], offset: int, *, spool: Spool | None = None, max_memory: int | None = None
-) -> Source:
-    """Open what begins at byte ``offset`` of a regular file; bytes may follow a pack there.
-
-    Raises: as :func:`open_source`.
-    """
-    require_path("path", path, "source")
-    nbytes = max(0, os.stat(path).st_size - offset)
-    stream = ByteStream.open_range(path, offset, nbytes)
-    opening = _Opening(flattening(), spool, MemoryWatch(max_memory), within=True)
-    return opening.stream(stream)
 
 
 def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None = None) -> list[KeySummary]:
@@ -122,6 +119,10 @@ class _Opening:
         if isinstance(source, (str, os.PathLike)):
             require_path("source", source, "source")
             return self._path(source)
+        if isinstance(source, FileAt):
+            require_path("source", source.path, "source")
+            nbytes = max(0, os.stat(source.path).st_size - source.offset)
+            return replace(self, within=True).stream(ByteStream.open_range(source.path, source.offset, nbytes))
         if isinstance(source, int):
             return self.stream(ByteStream(source))
         if isinstance(source, Source):

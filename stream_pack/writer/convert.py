@@ -20,7 +20,7 @@ from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Forecast, Report
-from stream_pack.sources.open import Convertible, open_source
+from stream_pack.sources.open import Convertible, FileAt, open_source
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack
@@ -211,7 +211,7 @@ def _refuse_overwriting(source: object, sink: Sink) -> None:
     """Refuse to write a file in place while it is read, which would destroy it."""
     if sink.identity is None:
         return
-    sources = [source]
+    sources = [source := source.path if isinstance(source, FileAt) else source]
     if isinstance(source, (str, os.PathLike)):
         # A set may read any non-empty file in its folder, or in that of its index.
         path = os.fsdecode(source)

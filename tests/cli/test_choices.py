@@ -71,6 +71,67 @@ def test_an_unknown_target_format_is_wrong_usage(source: Path, capsys: pytest.Ca
     assert "invalid choice: 'pte'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--include", "w"], "--include"),
+        (["--dtype", "bf16", "--order", "name", "--jobs", "2"], "--order, --dtype, --jobs"),
+        (["--key", "model"], "--key"),
+        (["--dry-run"], "--dry-run"),
+        (["--strict"], "--strict"),
+        (["--to", "ptd", "--metadata", "a=b"], "--to, --metadata"),
+        (["--alignment", "4K", "--max-memory", "1G", "--allow-blowup"], "--max-memory, --alignment, --allow-blowup"),
+    ],
+)
+def test_options_that_mean_nothing_beside_list_keys_are_refused(
+    options: list[str], named: str, source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(source), "--list-keys", *options]) == 2
+    said = capfd.readouterr().err
+    assert "stream-pack: error: --list-keys only prints keys: " in said
+    assert set(named.split(", ")) == {word.strip(",") for word in said.split() if word.startswith("--")} - {
+        "--list-keys"
+    }
+
+
+def test_what_list_keys_heeds_may_stand_beside_it(source: Path, tmp_path: Path) -> None:
+    words = ["convert", str(source), str(tmp_path / "pack"), "--list-keys", "--ignore-unknown", "--json", "--quiet"]
+    assert main([*words, "--spool-dir", str(tmp_path)]) == 0
+    assert not (tmp_path / "pack").exists()
+
+
+@pytest.mark.parametrize("extra", [[], ["--key", "a"]])
+def test_an_empty_key_is_wrong_usage(extra: list[str], source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(source), "--dry-run", "--key", "", *extra]) == (3 if extra else 2)
+    assert ("is empty" in capfd.readouterr().err) is not bool(extra)
+
+
+def test_one_key_of_metadata_with_two_values_is_wrong_usage(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(source), "--dry-run", "--metadata", "a=1", "--metadata", "a=2"]) == 2
+    assert "--metadata 'a' is given twice" in capfd.readouterr().err
+    assert main(["convert", str(source), "--dry-run", "--metadata", "a=1", "--metadata", "a=1"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["convert", "inspect", "verify", "metal-plan"])
+def test_an_unknown_option_shows_the_usage_of_its_command(verb: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "a", *(["b"] if verb == "convert" else []), "--bogus"]) == 2
+    assert capfd.readouterr().err.startswith(f"usage: stream-pack {verb} ")
+
+
+def test_keys_are_chosen_and_listed_in_a_checkpoint_inside_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    inner = io.BytesIO()
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}}, inner)
+    outer = tmp_path / "outer"
+    outer.write_bytes(b"HEAD" * 1024 + inner.getvalue())
+    place = ["--offset", "4K"]
+    assert main(["convert", str(outer), "--list-keys", *place]) == 0
+    assert [line.split()[0] for line in capfd.readouterr().out.splitlines()] == ["key", ".", "model", "ema"]
+    assert main(["convert", str(outer), str(tmp_path / "pack"), "--key", "ema", *place]) == 0
+    assert stream_pack.load_file(tmp_path / "pack")["w"].tolist() == [0, 0]
+
+
 def test_tensors_can_be_sorted_by_name(source: Path) -> None:
     assert list(convert(source)) == ["module.w", "module.norm", "ids"]
     assert list(convert(source, "--order", "name")) == ["ids", "module.norm", "module.w"]

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pty
+import re
 import resource
 import signal
 import struct
@@ -668,7 +669,7 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
         os.close(master)
         os.close(terminal)
     *bars, summary = shown.removesuffix("\r\n").split("\r")
-    assert any("B/s" in bar for bar in bars)
+    assert any(" %|" in bar for bar in bars)
     assert summary.startswith("stream-pack: ")
     piped = subprocess.run(command, stderr=subprocess.PIPE, check=True).stderr
     assert piped.startswith(b"stream-pack: ")
@@ -694,6 +695,21 @@ def test_without_tqdm_a_plain_line_is_written_over_at_most_ten_times_a_second() 
     assert second.split() == "100 % 1.00 GiB of 1.00 GiB 512 MiB/s 0:00 left".split()
     assert last.strip() == ""
     assert len(last) >= len(second.rstrip())
+
+
+def test_tqdm_draws_the_bar_and_the_units_are_those_of_all_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr("stream_pack.cli.progress.UPDATE_SECONDS", 0)  # draw at once
+    with progress_bar(wanted=True) as progress:
+        assert progress is not None
+        progress(256 << 20, 1 << 30)
+        progress(512 << 20, 1 << 30)
+    drawn = terminal.getvalue()
+    assert " 50 %|" in drawn
+    assert "  512 MiB of 1.00 GiB  " in drawn
+    assert "iB/s" in drawn
+    assert not re.search("[0-9][kMG]", drawn)
 
 
 def test_progress_degrades_when_tqdm_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
