@@ -167,6 +167,12 @@ def _sizes_of(source: Source, catalog: Catalog, layout: Layout, encoded: Encoded
 def warnings_of(catalog: Catalog, front: Front) -> tuple[str, ...]:
     """What the user should know about a pack of these tensors."""
     warnings = []
+    if len(catalog) and not catalog.nbytes.any():
+        warnings.append(
+            f"no data: {'the only tensor is' if len(catalog) == 1 else f'all {len(catalog)} tensors are'} empty; ZeRO "
+            "stage 3 of DeepSpeed saves a model so and keeps its weights in *_optim_states.pt: save a whole model with "
+            "zero_to_fp32.py, which it puts beside them"
+        )
     most = verifier_tensors(front.kind)
     if len(catalog) > most:
         warnings.append(

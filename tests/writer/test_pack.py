@@ -363,3 +363,22 @@ def test_a_file_is_not_overwritten_while_it_is_read(tmp_path: Path) -> None:
     with open(tmp_path / "copy", "wb") as target:
         convert(path, target)
     assert (tmp_path / "copy").read_bytes() == before
+
+
+@pytest.mark.parametrize("key", ["module", "."])
+def test_a_pack_of_nothing_but_empty_tensors_is_a_warning(key: str, tmp_path: Path) -> None:
+    # What DeepSpeed's ZeRO stage 3 leaves in the file of a rank's model.
+    module = {"w": torch.empty(0), "b": torch.empty(0)}
+    shapes = [{"w": torch.Size([6, 3]), "b": torch.Size([3])}]
+    torch.save({"module": module, "param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")
+    report = convert(tmp_path / "mp_rank_00_model_states.pt", tmp_path / "pack", key=key)
+    (warning,) = report.warnings
+    assert "all 2 tensors are empty" in warning
+    assert "*_optim_states.pt" in warning
+
+
+def test_one_tensor_with_data_among_empty_ones_is_no_warning(tmp_path: Path) -> None:
+    tensors = {"w": torch.empty(0), "b": torch.ones(1)}
+    assert save_file(tensors, tmp_path / "pack").warnings == ()
+    (warning,) = save_file({"w": torch.empty(0)}, tmp_path / "pack").warnings
+    assert "the only tensor is empty" in warning
