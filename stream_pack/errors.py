@@ -36,6 +36,7 @@ __all__ = [
     "OptionError",
     "RawPayloadError",
     "ReadError",
+    "SourceChangedError",
     "SourceChecksumError",
     "SourceError",
     "StateError",
@@ -120,6 +121,10 @@ class StrictError(StreamPackError, ValueError):
     """
 
     warnings: tuple[str, ...]
+
+
+class SourceChangedError(SourceError):
+    """A file was written to while it was read: what was read may be neither its old state nor its new one."""
 
 
 class LimitError(StreamPackError, ValueError):

@@ -2,6 +2,7 @@
 
 * ``source``: the protocol of a source, and what passes between the stages: requests, pieces, chunks.
 * ``bytestream``: one stream of bytes, from a file or a pipe.  ``scatter``: its bytes cut into the requested buffers.
+* ``file_state``: whether a file that is read has been changed meanwhile.
 * ``geometry``, ``gather``: where the elements of a strided tensor are, and its bytes in row-major order.
 * ``arrival``, ``spool``: which buffers come before their turn, and the temporary files where they wait.
 * ``overlap``: a stage in a thread of its own.

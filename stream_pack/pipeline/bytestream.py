@@ -18,6 +18,7 @@ from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 import numpy as np
 
 from stream_pack.errors import OptionError, SourceError, TruncatedSourceError
+from stream_pack.pipeline.file_state import FileState, check_unchanged
 from stream_pack.text import shown
 
 __all__ = ["READ_AHEAD_NBYTES", "BinaryReader", "ByteStream", "require_binary"]
@@ -51,14 +52,18 @@ class ByteStream:
     def __init__(self, source: int | BinaryReader) -> None:
         require_binary(source, what="source")
         self._owned: int | None = None
+        self._name: str | None = None
         self._limit: int | None = None  # the stream's length, where it ends before its file does
         self._ahead = b""
         self._ahead_at = 0
         self._fetched = 0  # bytes taken from the source, read ahead included
         self.on_read: Callable[[int], None] | None = None
         self._readinto: Callable[[memoryview], int]
-        self._file = _regular_file(source)
-        if self._file is not None:
+        self._file: tuple[int, int] | None = None
+        self._opened: FileState | None = None
+        regular = _regular_file(source)
+        if regular is not None:
+            self._file, self._opened = regular
             self._fd, self._base = self._file
             self._readinto = self._readinto_file
         elif isinstance(source, int):
@@ -79,6 +84,7 @@ class ByteStream:
             os.close(fd)
             raise
         stream._owned = fd
+        stream._name = os.fsdecode(path)
         return stream
 
     @classmethod
@@ -106,6 +112,7 @@ class ByteStream:
         part._base = self._base + begin
         part._file = self._fd, part._base
         part._limit = nbytes
+        part._name, part._opened = self._name, self._opened
         return part
 
     @property
@@ -125,6 +132,19 @@ class ByteStream:
             return None
         nbytes = max(0, os.fstat(self._fd).st_size - self._base)
         return nbytes if self._limit is None else min(nbytes, self._limit)
+
+    @property
+    def opened_state(self) -> FileState | None:
+        """The state of the regular file when the stream was made; None of anything else."""
+        return self._opened
+
+    def check_unchanged(self) -> None:
+        """Compare a regular file, which is still open, with what it was when the stream was made.
+
+        What comes only once, in order, has no earlier state.  Raises: SourceChangedError.
+        """
+        if self._opened is not None:
+            check_unchanged(self._name, self._opened, FileState.of(os.fstat(self._fd)))
 
     def peek(self, nbytes: int) -> bytes:
         """The next ``nbytes`` bytes, which stay unread; fewer only at the end of the stream."""
@@ -280,8 +300,8 @@ def require_binary(file: object, *, what: str) -> None:
         raise OptionError(f"the {what} is a file object in text mode: open it in binary mode")
 
 
-def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
-    """Descriptor and current offset, if reading by position gives the very bytes that ``source`` would.
+def _regular_file(source: int | BinaryReader) -> tuple[tuple[int, int], FileState] | None:
+    """(descriptor, current offset) and state, if reading by position gives the very bytes that ``source`` would.
 
     Only for the interpreter's own file objects: ``gzip.open()`` has a ``fileno`` too, of a file with other bytes.
     """
@@ -293,9 +313,11 @@ def _regular_file(source: int | BinaryReader) -> tuple[int, int] | None:
         fd = source.fileno()
     else:
         return None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         return None
-    return fd, os.lseek(fd, 0, os.SEEK_CUR) if isinstance(source, int) else source.tell()
+    position = os.lseek(fd, 0, os.SEEK_CUR) if isinstance(source, int) else source.tell()
+    return (fd, position), FileState.of(status)
 
 
 def _reader_of_readinto(readinto: Callable[[memoryview], object]) -> Callable[[memoryview], int]:

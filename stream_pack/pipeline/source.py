@@ -163,6 +163,15 @@ class Source(abc.ABC):
     def verification(self) -> str:
         """Which of the source's own checksums were verified, as a phrase for the report; valid after :meth:`stream`."""
 
+    def check_unchanged(self) -> None:
+        """Compare every regular file that the source reads with what it was when it was opened.
+
+        Called once, when :meth:`stream` has ended, before the target is put in place.  Pipes, and tensors in memory,
+        have nothing to be compared with.
+
+        Raises: SourceChangedError; OSError.
+        """
+
     def close(self) -> None:
         """Release what the source holds.  May be called twice."""
 

@@ -47,6 +47,9 @@ class DataSectionSource(Source):
         scatter.finish()
         self._check_end_of_pipe()
 
+    def check_unchanged(self) -> None:
+        self._stream.check_unchanged()
+
     def close(self) -> None:
         self._stream.close()
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from typing import TypeAlias
 
 from stream_pack.arguments.jobs import cores
+from stream_pack.errors import StreamPackError
 from stream_pack.format.head import EncodedHead, Head, encode_footer
 from stream_pack.format.layout import Layout
 from stream_pack.format.records import Footer
@@ -112,7 +113,12 @@ def write_pack(
     writer.start(reserve=not source.traits.sparse)
     if settings.strict:  # now the sink has all of its own; a stream has none
         refuse_warnings(sink.warnings)
-    _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
+    try:
+        _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
+    except StreamPackError:
+        source.check_unchanged()  # a file that was changed meanwhile explains its damage
+        raise
+    source.check_unchanged()
     checksum = writer.finish()
     sizes = prepared.sizes
     sizes = replace(sizes, warnings=sizes.warnings + sink.warnings, remarks=sizes.remarks + sink.remarks)

@@ -97,6 +97,9 @@ class AdaptedSource(Source):
     def verification(self) -> str:
         return self._source.verification
 
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
     def close(self) -> None:
         self._source.close()
 

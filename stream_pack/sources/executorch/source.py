@@ -163,6 +163,9 @@ class ExportedSource(Source):
                 for window in gathered(made, memory, made.start, options):
                     yield from target.pieces(storage, window)
 
+    def check_unchanged(self) -> None:
+        self._stream.check_unchanged()
+
     def close(self) -> None:
         self._stream.close()
         if self._spooled is not None:

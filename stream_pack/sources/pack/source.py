@@ -82,6 +82,9 @@ class PackSource(Source):
             yield from self._read_wanted(requests, options)
             self._verification = "checksums of all source data read were verified"
 
+    def check_unchanged(self) -> None:
+        self._stream.check_unchanged()
+
     def close(self) -> None:
         self._stream.close()
 

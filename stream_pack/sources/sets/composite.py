@@ -6,16 +6,17 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.pipeline.file_state import FilesRead, FileState
 from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.text import quoted, shown
 
@@ -27,6 +28,7 @@ __all__ = [
     "member_remarks",
     "member_warnings",
     "open_members",
+    "opened",
     "regular_file",
     "say_where",
     "together",
@@ -74,6 +76,17 @@ def regular_file(path: Path) -> Path:
     return path
 
 
+@contextmanager
+def opened(path: Path, files: FilesRead) -> Iterator[BinaryIO]:
+    """A file of a set that is read in passing, which ``files`` shall remember.
+
+    Raises: as :func:`regular_file`; SourceChangedError where it was opened before, in another state.
+    """
+    with open(regular_file(path), "rb") as file:
+        files.see(path, FileState.of(os.fstat(file.fileno())))
+        yield file
+
+
 def open_members(paths: Iterable[Path], open_file: OpenFile) -> list[Source]:
     """Every file as a source; an error says which file it is about, and closes those before it.
 
@@ -116,7 +129,7 @@ class Member:
 class JoinedSource(Source):
     """Tensors of several sources as one: all wanted ones of the first, then those of the second, and so on.
 
-    Each member keeps its storages, so what is shared within a file stays shared.
+    Each member keeps its storages, so what is shared within a file stays shared.  ``files``: what else was read.
 
     Lifetime: closes the members.
     Raises: SourceError when two wanted tensors have one name.
@@ -130,8 +143,10 @@ class JoinedSource(Source):
         metadata: Mapping[str, str],
         warnings: Sequence[str] = (),
         remarks: Sequence[str] = (),
+        files: FilesRead | None = None,
     ) -> None:
         self._members = members
+        self._files = files
         widths = [_storages(member.source.catalog) for member in members]
         self._ends = np.cumsum(np.array(widths, np.int64))
         self._begins = self._ends - np.array(widths, np.int64)
@@ -184,6 +199,12 @@ class JoinedSource(Source):
         finally:
             for stream in streams:
                 stream.close()
+
+    def check_unchanged(self) -> None:
+        for member in self._members:
+            member.source.check_unchanged()
+        if self._files is not None:
+            self._files.check_unchanged()
 
     def close(self) -> None:
         for member in self._members:

@@ -17,6 +17,7 @@ from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pickles.globals import Storage, Tensor
 from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
+from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, PartStream, assembled, part_chunk_nbytes, trimmed
 from stream_pack.sources.sets.composite import together
@@ -45,7 +46,8 @@ class DcpSource(Source):
 
     def __init__(self, folder: Path, *, flatten: Flatten, watch: MemoryWatch) -> None:
         self._folder = folder
-        found = read_metadata(folder / METADATA, watch=watch)
+        self._files = FilesRead()
+        found = read_metadata(folder / METADATA, self._files, watch=watch)
         chosen = flatten(_nested(found.tensors), ())
         remarks = list(chosen.remarks)
         if found.ignored:
@@ -59,7 +61,7 @@ class DcpSource(Source):
             )
         self._tensors = [found.tensors[int(stand_in.storage.key)] for stand_in in chosen.tensors.values()]
         self._verified: Counter[str] = Counter()
-        check_files(folder, self._tensors)
+        check_files(folder, self._tensors, self._files)
         builder = CatalogBuilder()
         nbytes = 0
         for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
@@ -87,6 +89,9 @@ class DcpSource(Source):
             return "no chunk was read"
         return together(self._verified, of="chunks")
 
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
+
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
         for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
             chunks = self._whole(storage, options)
@@ -99,7 +104,7 @@ class DcpSource(Source):
             options, chunk_nbytes=part_chunk_nbytes(len(tensor.boxes), options.chunk_nbytes), jobs=1, in_order=False
         )
         streams = [
-            self._counted(read_chunk(self._folder, tensor, box, place, part_options))
+            self._counted(read_chunk(self._folder, tensor, box, place, self._files, part_options))
             for box, place in zip(tensor.boxes, tensor.places)
         ]
         parts = [PartStream(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams]

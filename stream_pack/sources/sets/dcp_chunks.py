@@ -19,9 +19,10 @@ from stream_pack.format.file_kinds import describe_start
 from stream_pack.pickles.globals import Tensor
 from stream_pack.pickles.state_dict import StateDict
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Chunk, Requests, StreamOptions
 from stream_pack.sources.sets.assembly import Box, Rows, tiled
-from stream_pack.sources.sets.composite import member_path, say_where
+from stream_pack.sources.sets.composite import member_path, opened, say_where
 from stream_pack.sources.sets.dcp_metadata import METADATA, Place, ShardedTensor
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from stream_pack.text import listed, quoted
@@ -31,7 +32,7 @@ __all__ = ["check_files", "logical_shape", "plan_chunks", "read_chunk"]
 ZIP_ENTRY = b"PK\3\4"
 
 
-def check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
+def check_files(folder: Path, tensors: list[ShardedTensor], files: FilesRead) -> None:
     """Every file is there and long enough, and begins its first chunk as an archive of torch.save."""
     first: dict[str, int] = {}
     end: dict[str, int] = {}
@@ -47,7 +48,7 @@ def check_files(folder: Path, tensors: list[ShardedTensor]) -> None:
             end[place.file] = max(place.begin + place.nbytes, end.get(place.file, 0))
     for file, begin in first.items():
         path = member_path(folder, file, named_by=METADATA)
-        with open(path, "rb") as shard:
+        with opened(path, files) as shard:
             nbytes = os.fstat(shard.fileno()).st_size
             if nbytes < end[file]:
                 raise TruncatedSourceError(
@@ -89,18 +90,21 @@ def logical_shape(dtype: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_chunk(
-    folder: Path, tensor: ShardedTensor, box: Box, place: Place, options: StreamOptions
+    folder: Path, tensor: ShardedTensor, box: Box, place: Place, files: FilesRead, options: StreamOptions
 ) -> Generator[Chunk, None, str]:
     """The bytes of one chunk, whose archive is open only while they are read.  Returns what of it was verified.
 
-    Raises: UnsupportedCheckpointError where the archive is not the chunk that the metadata describes; SourceError.
+    ``files`` knows the state that :func:`check_files` found each file in.
+
+    Raises: UnsupportedCheckpointError where the archive is not the chunk that the metadata describes;
+    SourceChangedError; SourceError.
     """
     where = (
         f"{quoted(place.file)}, from byte {place.begin} on, the chunk of tensor {quoted(tensor.name)} at "
         f"{list(box.offsets)}"
     )
     try:
-        with _opened(folder / place.file, place) as source:
+        with _opened(folder / place.file, place, files) as source:
             catalog = source.catalog
             shape, dtype = catalog.shape(0), int(catalog.dtypes[0])
             if shape != logical_shape(tensor.dtype, box.sizes) or dtype != tensor.dtype:
@@ -111,15 +115,18 @@ def read_chunk(
             requests = Requests(catalog.storages, catalog.starts, catalog.nbytes)
             for _, chunk in source.stream(requests, options):
                 yield chunk
+            source.check_unchanged()
             return source.verification
     except StreamPackError as error:
         say_where(error, where)
         raise
 
 
-def _opened(path: Path, place: Place) -> TorchZipSource:
+def _opened(path: Path, place: Place, files: FilesRead) -> TorchZipSource:
     stream = ByteStream.open_range(path, place.begin, place.nbytes)
     try:
+        assert stream.opened_state is not None  # it is a regular file
+        files.see(path, stream.opened_state)
         return TorchZipSource(stream, flatten=_one_tensor)
     except BaseException:
         stream.close()

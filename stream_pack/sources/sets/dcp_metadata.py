@@ -19,8 +19,9 @@ from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.pickles.globals import TABLE, Unpackable, of_dtype
 from stream_pack.pickles.unpickler import STEP_NBYTES, OddKey, Opaque, Unpickler, malformed
 from stream_pack.pipeline.budget import MemoryWatch
+from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.sources.sets.assembly import Box
-from stream_pack.sources.sets.composite import regular_file
+from stream_pack.sources.sets.composite import opened
 from stream_pack.text import quoted
 
 __all__ = ["METADATA", "Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
@@ -70,12 +71,12 @@ class ShardedTensors:
     files: frozenset[str]
 
 
-def read_metadata(path: Path, *, watch: MemoryWatch) -> ShardedTensors:
+def read_metadata(path: Path, files: FilesRead, *, watch: MemoryWatch) -> ShardedTensors:
     """Read ``.metadata``; of each tensor only the numbers' types and ranges are checked.
 
     Raises: UnsupportedCheckpointError, TruncatedSourceError, LimitError; OSError.
     """
-    with open(regular_file(path), "rb") as file:
+    with opened(path, files) as file:
         unpickler = Unpickler(
             lambda: file.read(STEP_NBYTES), find_global=_find_global, find_persistent=_no_storage, watch=watch
         )
@@ -99,8 +100,7 @@ def read_metadata(path: Path, *, watch: MemoryWatch) -> ShardedTensors:
             ignored += 1
         else:
             tensors.append(_tensor(name, _path(name, paths), entry, places))
-    files = frozenset(place.file for place in places.values())
-    return ShardedTensors(tensors, ignored, files)
+    return ShardedTensors(tensors, ignored, frozenset(place.file for place in places.values()))
 
 
 def _find_global(name: str) -> object:

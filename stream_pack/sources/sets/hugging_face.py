@@ -13,8 +13,9 @@ from pathlib import Path
 
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.pipeline.budget import MemoryWatch
+from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.sets.composite import JoinedSource, Member, OpenFile, member_path, open_members, regular_file
+from stream_pack.sources.sets.composite import JoinedSource, Member, OpenFile, member_path, open_members, opened
 from stream_pack.text import listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
@@ -45,19 +46,20 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -
     Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
     is not in its file; what ``open_file`` raises; LimitError; OSError.
     """
-    files = _read_index(index, watch)
+    read = FilesRead()
+    files = _read_index(index, read, watch)
     paths = [member_path(index.parent, name, named_by=quoted(index.name)) for name in files]
     sources = open_members(paths, open_file)
     try:
         watch.allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
-        return _join(index.name, files, sources)
+        return _join(index.name, files, sources, read)
     except BaseException:
         for source in sources:
             source.close()
         raise
 
 
-def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) -> Source:
+def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], read: FilesRead) -> Source:
     members = []
     left_out: list[str] = []
     metadata: dict[str, str] = {}
@@ -87,12 +89,13 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source]) 
         kind=f"Hugging Face set of {len(files)} files",
         metadata={key: value for key, value in metadata.items() if key not in disputed},
         warnings=warnings,
+        files=read,
     )
 
 
-def _read_index(path: Path, watch: MemoryWatch) -> dict[str, dict[str, None]]:
+def _read_index(path: Path, read: FilesRead, watch: MemoryWatch) -> dict[str, dict[str, None]]:
     """The names of the tensors of each file, files in the order of their names."""
-    with open(regular_file(path), "rb") as file:
+    with opened(path, read) as file:
         watch.allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
         text = file.read(MAX_INDEX_NBYTES + 1)
     if len(text) > MAX_INDEX_NBYTES:

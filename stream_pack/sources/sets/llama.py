@@ -15,6 +15,7 @@ import numpy as np
 from stream_pack.errors import SourceError, StreamPackError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS, DTYPES
+from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
@@ -70,7 +71,8 @@ class LlamaSource(Source):
 
     def __init__(self, folder: Path, *, open_file: OpenFile) -> None:
         names = _shard_names(entry.name for entry in folder.iterdir())
-        params = read_params(member_path(folder, PARAMS, named_by="a Llama checkpoint"))
+        self._files = FilesRead()
+        params = read_params(member_path(folder, PARAMS, named_by="a Llama checkpoint"), self._files)
         paths = [member_path(folder, name, named_by="a Llama checkpoint") for name in names]
         self._names = names
         self._shards = open_members(paths, open_file)
@@ -92,6 +94,11 @@ class LlamaSource(Source):
     @property
     def verification(self) -> str:
         return together((shard.verification for shard in self._shards), of="shards")
+
+    def check_unchanged(self) -> None:
+        for shard in self._shards:
+            shard.check_unchanged()
+        self._files.check_unchanged()
 
     def close(self) -> None:
         for shard in self._shards:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
+from stream_pack.pipeline.file_state import FilesRead
+from stream_pack.sources.sets.composite import opened
 from stream_pack.text import quoted, shown
 
 __all__ = ["PARAMS", "LlamaParams", "merged_along", "read_params"]
@@ -86,8 +88,8 @@ def merged_along(name: str, shapes: Sequence[tuple[int, ...]], params: LlamaPara
     return dim
 
 
-def read_params(path: Path) -> LlamaParams:
-    with open(path, "rb") as file:
+def read_params(path: Path, files: FilesRead) -> LlamaParams:
+    with opened(path, files) as file:
         text = file.read(MAX_PARAMS_NBYTES + 1)
     try:
         params = json.loads(text[:MAX_PARAMS_NBYTES].decode())

@@ -22,8 +22,9 @@ from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.pipeline.file_state import FilesRead, FileState
 from stream_pack.sources.memory.source import LiveSource
-from stream_pack.sources.sets.composite import regular_file
+from stream_pack.sources.sets.composite import opened
 from stream_pack.text import quoted
 
 __all__ = ["TYPE_FILE", "NinjaSource"]
@@ -47,11 +48,12 @@ class NinjaSource(LiveSource):
     """
 
     def __init__(self, folder: Path) -> None:
-        kind = _text(folder, TYPE_FILE)
+        self._files = files = FilesRead()
+        kind = _text(folder, files, TYPE_FILE)
         if kind == "numpy":
-            arrays = {NAME: _array(folder)}
+            arrays = {NAME: _array(folder, files)}
         elif kind == "ragged":
-            arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(_samples(folder))}
+            arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(_samples(folder, files))}
         else:
             raise UnsupportedCheckpointError(
                 f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which does not hold arrays: "
@@ -63,16 +65,19 @@ class NinjaSource(LiveSource):
     def verification(self) -> str:
         return "the source carries no checksum"
 
+    def check_unchanged(self) -> None:
+        self._files.check_unchanged()
 
-def _samples(folder: Path) -> Iterator[NDArray[np.generic]]:
+
+def _samples(folder: Path, files: FilesRead) -> Iterator[NDArray[np.generic]]:
     """Every sample as a view of the one array that holds them all."""
-    data = _array(folder)
-    starts, ends, numbers = (_numbers(folder / column) for column in _COLUMNS)
+    data = _array(folder, files)
+    starts, ends, numbers = (_numbers(folder / column, files) for column in _COLUMNS)
     if data.ndim != 1 or not len(starts) == len(ends) == len(numbers):
         raise _contradiction(folder, "its data is not one-dimensional, or its columns differ in length")
     if np.any((starts < 0) | (ends < starts) | (ends > len(data)) | (numbers != ends - starts)):
         raise _contradiction(folder, "a sample is outside its data, or has another length than stated")
-    shapes = _shapes(folder, len(starts))
+    shapes = _shapes(folder, files, len(starts))
     for number, (start, end, shape) in enumerate(zip(starts.tolist(), ends.tolist(), shapes)):
         if shape == (0,) and end - start == 1:  # how mmap_ninja writes a single number
             shape = ()
@@ -83,18 +88,18 @@ def _samples(folder: Path) -> Iterator[NDArray[np.generic]]:
         yield data[start:end].reshape(shape)
 
 
-def _shapes(folder: Path, samples: int) -> Iterator[tuple[int, ...]]:
+def _shapes(folder: Path, files: FilesRead, samples: int) -> Iterator[tuple[int, ...]]:
     """The shape of every sample: a column of lengths if all are one-dimensional, else a ragged folder itself."""
     shapes = folder / "shapes"
-    if _bytes(folder, "shapes_are_flat.ninja", 4) == _FLAT:
-        column = _array(shapes)
+    if _bytes(folder, files, "shapes_are_flat.ninja", 4) == _FLAT:
+        column = _array(shapes, files)
         if column.dtype != np.int64 or column.shape != (samples, 1):
             raise _contradiction(folder, "its shapes are not a column of lengths")
         return ((length,) for length in column[:, 0].tolist())
-    if _bytes(shapes, "shapes_are_flat.ninja", 4) != _FLAT:
+    if _bytes(shapes, files, "shapes_are_flat.ninja", 4) != _FLAT:
         raise _contradiction(folder, "its shapes are nested too deeply")
-    dims = _numbers(shapes)
-    starts, ends = _numbers(shapes / "starts"), _numbers(shapes / "ends")
+    dims = _numbers(shapes, files)
+    starts, ends = _numbers(shapes / "starts", files), _numbers(shapes / "ends", files)
     if not len(starts) == len(ends) == samples:
         raise _contradiction(folder, f"it has shapes for {len(starts)} of {samples} samples")
     if np.any((starts < 0) | (ends < starts) | (ends > len(dims))):
@@ -103,27 +108,29 @@ def _shapes(folder: Path, samples: int) -> Iterator[tuple[int, ...]]:
     return (tuple(dims[start : min(end, start + MAX_RANK + 1)].tolist()) for start, end in bounds)
 
 
-def _numbers(folder: Path) -> NDArray[np.int64]:
-    array = _array(folder)
+def _numbers(folder: Path, files: FilesRead) -> NDArray[np.int64]:
+    array = _array(folder, files)
     if array.dtype != np.int64 or array.ndim != 1:
         raise _contradiction(folder, f"expected a list of int64, found {array.dtype} of rank {array.ndim}")
     return array.view(np.int64)
 
 
-def _array(folder: Path) -> NDArray[np.generic]:
+def _array(folder: Path, files: FilesRead) -> NDArray[np.generic]:
     """The array of ``folder``, mapped, after its data file was found to have just its length."""
-    name, order = _text(folder, "dtype.ninja"), _text(folder, "order.ninja")
+    name, order = _text(folder, files, "dtype.ninja"), _text(folder, files, "order.ninja")
     number = BY_NAME.get(name)
     if number is None or DTYPES[number].numpy is None:
         raise _contradiction(folder, f"its dtype is {quoted(name)}, which NumPy and a pack do not both have")
     if order not in ("C", "F"):
         raise _contradiction(folder, f"its order is {quoted(order)}, expected C or F")
-    packed = _bytes(folder, "shape.ninja", 8 * MAX_RANK)
+    packed = _bytes(folder, files, "shape.ninja", 8 * MAX_RANK)
     shape = tuple(int.from_bytes(packed[at : at + 8], "little") for at in range(0, len(packed), 8))
     if len(packed) % 8 or any(dim > MAX_NBYTES for dim in shape):
         raise _contradiction(folder, "its shape.ninja is not a list of lengths")
     expected = tensor_nbytes(NAME, number, shape)
-    nbytes = os.stat(folder / "data.ninja").st_size
+    status = os.stat(folder / "data.ninja")
+    files.see(folder / "data.ninja", FileState.of(status))
+    nbytes = status.st_size
     if nbytes < expected:
         raise TruncatedSourceError(
             f"{quoted(str(folder / 'data.ninja'))} has {nbytes} bytes, its shape {list(shape)} of {name} takes "
@@ -143,15 +150,15 @@ def _array(folder: Path) -> NDArray[np.generic]:
     return array
 
 
-def _text(folder: Path, file: str) -> str:
-    return _bytes(folder, file, 64).decode("ascii", "backslashreplace")
+def _text(folder: Path, files: FilesRead, file: str) -> str:
+    return _bytes(folder, files, file, 64).decode("ascii", "backslashreplace")
 
 
-def _bytes(folder: Path, file: str, limit: int) -> bytes:
+def _bytes(folder: Path, files: FilesRead, file: str, limit: int) -> bytes:
     """A small file; reading stops at ``limit`` bytes."""
     try:
-        with open(regular_file(folder / file), "rb") as opened:
-            return opened.read(limit)
+        with opened(folder / file, files) as small:
+            return small.read(limit)
     except FileNotFoundError:
         raise _contradiction(folder, f"it has no {file}") from None
 

@@ -88,6 +88,9 @@ class TorchSource(Source):
         wanted = (made_from[s] for s in set(requests.storages.tolist()) if s in made_from)
         return max((storage.nbytes for storage in wanted if storage.data is None), default=0)
 
+    def check_unchanged(self) -> None:
+        self._stream.check_unchanged()
+
     def close(self) -> None:
         self._stream.close()
 
