@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
@@ -16,7 +18,7 @@ from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Source
 from stream_pack.sources.sets.composite import JoinedSource, Member, OpenFile, member_path, open_members, opened
-from stream_pack.text import listed, quoted, shown
+from stream_pack.text import MAX_LISTED, listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
 
@@ -61,9 +63,11 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -
 
 def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], read: FilesRead) -> Source:
     members = []
-    left_out: list[str] = []
+    unnamed: list[str] = []
+    elsewhere: list[tuple[str, str]] = []
     metadata: dict[str, str] = {}
     disputed: set[str] = set()
+    taken_from = {name: file for file, wanted in files.items() for name in wanted}
     for (file, wanted), source in zip(files.items(), sources, strict=True):
         names = source.catalog.names
         missing = wanted.keys() - set(names)
@@ -73,14 +77,15 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
                 f"{listed(sorted(missing))}; the files are of different checkpoints, or one was replaced"
             )
         members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))
-        left_out.extend(name for name in names if name not in wanted)
+        unnamed.extend(name for name in names if name not in taken_from)
+        elsewhere.extend((name, file) for name in names if taken_from.get(name, file) != file)
         for key, value in source.catalog.metadata.items():
             if metadata.setdefault(key, value) != value:
                 disputed.add(key)
-    warnings = []
-    if left_out:
+    warnings = list(_said_twice(elsewhere, taken_from))
+    if unnamed:
         warnings.append(
-            f"tensors that {quoted(index)} does not name were left out, {len(left_out)} in all: {listed(left_out)}"
+            f"tensors that {quoted(index)} does not name were left out, {len(unnamed)} in all: {listed(unnamed)}"
         )
     if disputed:
         warnings.append(f"the files disagree about the metadata {listed(sorted(disputed))}: left out")
@@ -91,6 +96,22 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
         warnings=warnings,
         files=read,
     )
+
+
+def _said_twice(elsewhere: list[tuple[str, str]], taken_from: Mapping[str, str]) -> Iterator[str]:
+    """What to say of tensors that are in other files too, a line for each two files: the index decides.
+
+    Whether both copies have the same bytes is not looked at.
+    """
+    pairs: dict[tuple[str, str], list[str]] = {}
+    for name, file in elsewhere:
+        pairs.setdefault((file, taken_from[name]), []).append(name)
+    for (file, home), names in islice(pairs.items(), MAX_LISTED):
+        verb = "is" if len(names) == 1 else "are"
+        yield f"{listed(names)} {verb} also in {quoted(file)}; taken from {quoted(home)}, as the index says"
+    rest = sum(len(names) for names in islice(pairs.values(), MAX_LISTED, None))
+    if rest:
+        yield f"{rest} tensors more are in two files; each was taken from the one that the index names"
 
 
 def _read_index(path: Path, read: FilesRead, watch: MemoryWatch) -> dict[str, dict[str, None]]:

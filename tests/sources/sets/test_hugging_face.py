@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -147,16 +146,36 @@ def test_tensors_that_the_index_does_not_name_are_left_out_and_counted(tmp_path:
         assert set(pack) == {"embed", "layers.0.w", "layers.1.w", "scalar"}
 
 
-def test_a_name_in_two_files_is_taken_from_the_one_that_the_index_says(tmp_path: Path) -> None:
-    for number in (1, 2):
-        tensors = {"w": torch.full((2,), float(number)), f"x{number}": torch.ones(1)}
-        safetensors.torch.save_file(tensors, tmp_path / f"{number}.safetensors")
-    weight_map = {"w": "2.safetensors", "x1": "1.safetensors", "x2": "2.safetensors"}
-    index = write_index(tmp_path / "model.safetensors.index.json", weight_map)
-    data = read_path(index)
-    assert data["w"] == np.array([2.0, 2.0], "<f4").tobytes()
-    with open_source(index) as source:
-        assert source.traits.warnings[0].endswith("left out, 1 in all: 'w'")
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_a_name_in_two_files_is_taken_from_the_one_that_the_index_says(tmp_path: Path, suffix: str) -> None:
+    save = torch.save if suffix == "bin" else safetensors.torch.save_file
+    save({"a": torch.zeros(2), "b": torch.ones(2), "c": torch.ones(1)}, tmp_path / f"base.{suffix}")
+    save({"a": torch.full((2,), 9.0)}, tmp_path / f"overlay.{suffix}")
+    weight_map = {"a": f"overlay.{suffix}", "b": f"base.{suffix}"}
+    report = stream_pack.convert(write_index(tmp_path / "m.index.json", weight_map), tmp_path / "out.pack")
+    assert report.warnings == (
+        f"'a' is also in 'base.{suffix}'; taken from 'overlay.{suffix}', as the index says",
+        "tensors that 'm.index.json' does not name were left out, 1 in all: 'c'",
+    )
+    with stream_pack.open(tmp_path / "out.pack") as pack:
+        assert pack["a"].numpy().tolist() == [9.0, 9.0]
+        assert pack["b"].numpy().tolist() == [1.0, 1.0]
+
+
+def test_thousands_of_names_in_two_files_are_said_in_a_few_lines(tmp_path: Path) -> None:
+    everything = {f"t{k:04}": torch.ones(1) for k in range(1000)}
+    weight_map = {}
+    for number in range(10):
+        safetensors.torch.save_file(everything, tmp_path / f"{number}.safetensors")
+        weight_map |= {f"t{k:04}": f"{number}.safetensors" for k in range(100 * number, 100 * number + 100)}
+    with open_source(write_index(tmp_path / "m.index.json", weight_map)) as source:
+        lines = source.traits.warnings
+    assert len(lines) == 6
+    assert lines[0] == (
+        "'t0100', 't0101', 't0102', 't0103', 't0104' and 95 more are also in '0.safetensors'; "
+        "taken from '1.safetensors', as the index says"
+    )
+    assert lines[5] == "8500 tensors more are in two files; each was taken from the one that the index names"
 
 
 def test_metadata_that_the_files_disagree_about_is_left_out(tmp_path: Path) -> None:
