@@ -164,7 +164,7 @@ def test_a_name_in_two_files_is_taken_from_the_one_that_the_index_says(tmp_path:
 
 def test_thousands_of_names_in_two_files_are_said_in_a_few_lines(tmp_path: Path) -> None:
     everything = {f"t{k:04}": torch.ones(1) for k in range(1000)}
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number in range(10):
         safetensors.torch.save_file(everything, tmp_path / f"{number}.safetensors")
         weight_map |= {f"t{k:04}": f"{number}.safetensors" for k in range(100 * number, 100 * number + 100)}

@@ -98,8 +98,11 @@ def test_an_unknown_folder_says_what_was_looked_for_and_what_it_has_instead(tmp_
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
     for looked_for in ("index.json", "consolidated.NN.pth", "params.json", ".metadata", ".distcp", "type.ninja"):
         assert looked_for in str(caught.value)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.safetensors': pass the path of a file"):
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        UnsupportedCheckpointError, match=r"it holds 'a\.safetensors', 'b\.s.*': pass the path of a file"
+    ):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
@@ -132,7 +135,7 @@ def test_metadata_whose_shards_are_all_gone_says_so(tmp_path: Path) -> None:
 def test_a_hidden_file_beside_a_checkpoint_does_not_make_it_a_distributed_one(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_text("of another program")
     (tmp_path / "model.pt").write_bytes(b"")
-    with pytest.raises(UnsupportedCheckpointError, match=r"it holds 'model\.pt'"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"^'model\.pt': cannot convert this input: it is empty"):
         stream_pack.convert(tmp_path, tmp_path / "out.pack")
 
 
@@ -149,3 +152,138 @@ def test_an_array_may_have_any_name_and_the_pack_does_not_depend_on_it(tmp_path:
         stream_pack.convert(tmp_path / name, tmp_path / f"{name}.pack")
         packs.append((tmp_path / f"{name}.pack").read_bytes())
     assert packs[0] == packs[1]
+
+
+def save_as(path: Path, value: float) -> None:
+    """One tensor, ``w``, filled with ``value``, in the format of the name."""
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file({"w": torch.full((2,), value)}, path)
+    else:
+        torch.save({"w": torch.full((2,), value)}, path)
+
+
+TRAINING_STATE = (
+    "training_args.bin",
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "rng_state.pth",
+    "rng_state_1.pth",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors",
+        "consolidated.safetensors", "pytorch_model_fsdp.bin", "checkpoint.pt", "model-00001-of-00001.safetensors",
+    ],
+)  # fmt: skip
+def test_the_only_file_of_weights_in_a_folder_is_taken(name: str, tmp_path: Path) -> None:
+    save_as(tmp_path / name, 1.0)
+    (tmp_path / "config.json").write_text("{}")
+    for other in TRAINING_STATE:
+        save_as(tmp_path / other, 7.0)
+    report = stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    assert (report.warnings, report.remarks) == ((), ())
+    assert stream_pack.load_file(tmp_path / "out.pack")["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("taken", "passed_over"),
+    [
+        ("model.safetensors", "pytorch_model.bin"),
+        ("adapter_model.safetensors", "adapter_model.bin"),
+        ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"),
+    ],
+)
+def test_of_a_model_in_two_formats_safetensors_is_taken_and_it_is_said(
+    taken: str, passed_over: str, tmp_path: Path
+) -> None:
+    save_as(tmp_path / taken, 1.0)
+    save_as(tmp_path / passed_over, 2.0)
+    report = stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    assert report.remarks == (f"using '{taken}', not '{passed_over}': transformers prefers safetensors, too",)
+    assert stream_pack.load_file(tmp_path / "out.pack")["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_pack_beside_the_file_that_it_was_made_of_is_no_second_checkpoint(tmp_path: Path) -> None:
+    save_as(tmp_path / "model.safetensors", 1.0)
+    for name in ("first.pack", "second.pack"):
+        stream_pack.convert(tmp_path, tmp_path / name)
+    assert (tmp_path / "first.pack").read_bytes() == (tmp_path / "second.pack").read_bytes()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "second.pack").unlink()
+    assert stream_pack.convert(tmp_path, tmp_path / "third.pack").source_kind == "pack"
+
+
+def sharded_bin(folder: Path) -> None:
+    save_as(folder / "pytorch_model-00001-of-00002.bin", 2.0)
+    torch.save({"v": torch.ones(1)}, folder / "pytorch_model-00002-of-00002.bin")
+    weight_map = {"w": "pytorch_model-00001-of-00002.bin", "v": "pytorch_model-00002-of-00002.bin"}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_whole_file_of_safetensors_is_taken_before_an_index_of_the_older_format(tmp_path: Path) -> None:
+    sharded_bin(tmp_path)
+    assert set(stream_pack.convert(tmp_path, tmp_path / "out.pack").remarks) == set()
+    save_as(tmp_path / "model.safetensors", 1.0)
+    report = stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    assert "using 'model.safetensors', not 'pytorch_model.bin.index.json'" in report.remarks[0]
+    assert stream_pack.load_file(tmp_path / "out.pack")["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_index_of_safetensors_is_taken_before_one_of_the_older_format(tmp_path: Path) -> None:
+    sharded_bin(tmp_path)
+    hugging_face(tmp_path)
+    report = stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    assert "using 'model.safetensors.index.json', not 'pytorch_model.bin.index.json'" in report.remarks[0]
+    assert list(stream_pack.load_file(tmp_path / "out.pack")) == ["norm.weight"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.safetensors", "adapter_model.safetensors"),
+        ("model.safetensors", "model.fp16.safetensors"),
+        ("model.safetensors", "other.safetensors"),
+        ("a.gguf", "b.gguf"),
+        ("model-00001-of-00002.safetensors",),
+        ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"),
+        ("training_args.bin",),
+    ],
+)
+def test_a_folder_that_is_not_one_model_is_never_guessed_at(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in names:
+        save_as(tmp_path / name, 1.0) if name.endswith("safetensors") else (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(
+        UnsupportedCheckpointError, match="no known kind of checkpoint.*pass the path of a file"
+    ) as caught:
+        stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    assert all(repr(name) in str(caught.value) for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "names", [("model.safetensors",), ("pytorch_model.bin",), ("model.safetensors", "pytorch_model.bin")]
+)
+def test_what_is_taken_is_what_transformers_loads(names: tuple[str, ...], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16
+    )
+    for number, name in enumerate(names):
+        torch.manual_seed(number)
+        model = transformers.BertModel(config)
+        model.save_pretrained(tmp_path)
+        if name == "pytorch_model.bin":
+            torch.save(model.state_dict(), tmp_path / name)
+            if names == (name,):
+                (tmp_path / "model.safetensors").unlink()
+    if len(names) == 2:
+        torch.manual_seed(0)
+        transformers.BertModel(config).save_pretrained(tmp_path)
+    stream_pack.convert(tmp_path, tmp_path / "out.pack")
+    loaded = transformers.BertModel.from_pretrained(tmp_path).state_dict()
+    for name, tensor in stream_pack.load_file(tmp_path / "out.pack").items():
+        assert torch.equal(torch.as_tensor(tensor), loaded[name]), name
