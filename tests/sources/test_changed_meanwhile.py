@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 import stream_pack
 from stream_pack.errors import SourceChangedError
-from stream_pack.sources.open import Convertible, open_source, open_within
+from stream_pack.sources.open import Convertible, FileAt, open_source
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 TENSORS = {"a": torch.arange(6000.0), "b": torch.arange(8000.0).reshape(80, 100)}
@@ -255,7 +255,7 @@ def test_a_pack_inside_another_file_is_compared_with_the_file(tmp_path: Path) ->
     outer.write_bytes(bytes(4096) + pack(tmp_path).read_bytes())
     os.utime(outer, ns=(0, 0))
     with pytest.raises(SourceChangedError, match="outer' was changed"):
-        convert_while(open_within(outer, 4096), tmp_path / "out.pack", lambda: rewrite(outer))
+        convert_while(open_source(FileAt(str(outer), 4096)), tmp_path / "out.pack", lambda: rewrite(outer))
 
 
 def test_casts_and_selections_compare_the_source_below_them(tmp_path: Path) -> None:
