@@ -31,7 +31,7 @@ from stream_pack.format.header import Header
 from stream_pack.format.header_kinds import decode_header, kind_of
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.format.records import Footer, Locator
-from stream_pack.text import listed
+from stream_pack.text import counted, listed
 
 __all__ = [
     "END_NBYTES",
@@ -77,7 +77,8 @@ def prove_header(start: bytes) -> Header:
         return decode_header(start)
     except NotAPackError as error:
         advice = ": make a pack of it with `stream-pack convert`" if sniff(start) in CHECKPOINTS else ""
-        raise NotAPackError(f"{error}; found {describe_start(start)}{advice}") from None
+        detail = str(error).removeprefix("not a pack: ")
+        raise NotAPackError(f"not a pack: {describe_start(start)}{advice} ({detail})") from None
 
 
 def prove_reach(header: Header, available: int | None) -> None:
@@ -135,9 +136,10 @@ def prove_length(head: Head, available: int | None, *, contained: bool) -> None:
     if actual < expected:
         raise truncated(actual, expected)
     if actual > expected and not contained:
-        extra, found = ("more", "more") if available is None else (actual - expected, actual)
+        extra, found = ("more bytes", "more") if available is None else (counted(actual - expected, "byte"), actual)
+        follow = "follows" if actual - expected == 1 and available is not None else "follow"
         raise TrailingBytesError(
-            f"{extra} bytes follow the pack: expected {expected} bytes, found {found}; something was appended, or a "
+            f"{extra} {follow} the pack: expected {expected} bytes, found {found}; something was appended, or a "
             "shorter pack was written over a longer file",
             expected_nbytes=expected,
             actual_nbytes=actual,
@@ -197,9 +199,11 @@ def truncated(
     available: int, expected: int, *, at_least: bool = False, what: str = "the pack", again: str = "convert"
 ) -> TruncatedError:
     """The error for a pack, or ``what``, that ends after ``available`` of ``expected`` bytes."""
+    missing = expected - available
+    lacking = "1 byte is" if missing == 1 else f"{missing} bytes are"
     return TruncatedError(
-        f"{what} is truncated: expected {'at least ' * at_least}{expected} bytes, found {available}, "
-        f"{expected - available} bytes are missing; the copy or the writer was interrupted: copy or {again} again",
+        f"{what} is truncated: expected {'at least ' * at_least}{expected} bytes, found {available}, {lacking} "
+        f"missing; the copy or the writer was interrupted: copy or {again} again",
         expected_nbytes=expected,
         actual_nbytes=available,
     )

@@ -195,7 +195,7 @@ def _remarks(inspection: Inspection) -> Iterator[str]:
 def _payload_table(payloads: Sequence[InspectedPayload]) -> Iterator[str]:
     rows = []
     for payload in payloads:
-        words = [f"{payload.constants} constants"] if payload.constants else []
+        words = [counted(payload.constants, "constant")] if payload.constants else []
         words += [f"{len(payload.keyed)} by key"] if payload.keyed else []
         words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
         if payload.also_used_by:

@@ -96,7 +96,7 @@ class MetalPlan:
         for number, window in enumerate(self.windows):
             names = printable(window.first)
             if window.tensors > 1:
-                names += f" to {printable(window.last)} ({window.tensors} tensors)"
+                names += f" to {printable(window.last)} ({counted(window.tensors, 'tensor')})"
             yield f"window {number}: {window.nbytes} bytes at {window.file_offset}: {names}"
         for tensor in self.unbound:
             yield f"not in place: {printable(tensor.name)}, {tensor.nbytes} bytes: {tensor.reason}"

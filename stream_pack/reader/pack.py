@@ -171,7 +171,7 @@ class Pack(Mapping[str, View]):
         raise TypeError("a Pack is made by stream_pack.open")
 
     def __repr__(self) -> str:
-        state = "closed" if self._lender.closed else f"{len(self)} tensors"
+        state = "closed" if self._lender.closed else counted(len(self), "tensor")
         return f"<Pack {self.path!r}, {state}>"
 
     def __reduce__(self) -> tuple[object, ...]:

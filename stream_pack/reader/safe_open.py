@@ -23,9 +23,9 @@ _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
 def load_file(
-    path: str | os.PathLike[str], *, names: Iterable[str] | None = None, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str], *, names: str | Iterable[str] | None = None, device: str | torch.device = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a pack by name: all in file order, or ``names`` in that order.
+    """The tensors of a pack by name: all in file order, or ``names`` (one, or several in that order).
 
     Copies: none on the CPU, where tensors are copy-on-write memory of the file's pages and tied ones share storage; one
     on another device.
@@ -33,7 +33,7 @@ def load_file(
     Raises: UnknownTensorError; as :func:`stream_pack.open`.
     """
     with open_pack(path) as pack:
-        views = pack.values() if names is None else [pack[name] for name in names]
+        views = pack.values() if names is None else [pack[name] for name in _several(names)]
         return {view.name: _on(view.torch(), device) for view in views}
 
 
@@ -48,6 +48,11 @@ def safe_open(path: str | os.PathLike[str], framework: str = "pt", device: str |
     if framework in _NUMPY and str(device) != "cpu":
         raise OptionError(f"device={str(device)!r}: expected 'cpu', where NumPy arrays are")
     return SafeOpen(open_pack(path), framework in _TORCH, device)
+
+
+def _several(names: str | Iterable[str]) -> Iterable[str]:
+    # Text is iterable too, by its letters.
+    return [names] if isinstance(names, str) else names
 
 
 def _on(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
@@ -81,9 +86,9 @@ class SafeOpen:
         """The tensor, in place; on a device other than the CPU, a copy."""
         return self._convert(self._pack[name])
 
-    def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, torch.Tensor | NDArray[Any]]:
+    def get_tensors(self, names: str | Iterable[str] | None = None) -> dict[str, torch.Tensor | NDArray[Any]]:
         """The tensors of ``names``, or all."""
-        return {name: self.get_tensor(name) for name in (self._pack if names is None else names)}
+        return {name: self.get_tensor(name) for name in (self._pack if names is None else _several(names))}
 
     def get_slice(self, name: str) -> SafeSlice:
         """The tensor, to be sliced before it is read."""

@@ -62,7 +62,8 @@ class View:
         return _restored, (self._lender, self._tensor, self._start, *values)
 
     def __repr__(self) -> str:
-        return f"<View {quoted(self.name)} {self.dtype} {list(self.shape)}, {self.nbytes} bytes at {self.file_offset}>"
+        nbytes = counted(self.nbytes, "byte")
+        return f"<View {quoted(self.name)} {self.dtype} {list(self.shape)}, {nbytes} at {self.file_offset}>"
 
     def raw(self) -> memoryview:
         """The bytes, read-only: elements in row-major order, or as ``dim_order`` says; little-endian."""

@@ -159,6 +159,7 @@ def save_file(
     allow_blowup: bool = False,
     strict: bool = False,
     jobs: int | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Save tensors in memory: a mapping of names to torch tensors or NumPy arrays, or a module.
 
@@ -170,7 +171,7 @@ def save_file(
     """
     options = ConvertOptions(
         to=to, dtype=dtype, metadata=metadata, alignment=alignment, block_nbytes=block_nbytes,
-        allow_blowup=allow_blowup, strict=strict, jobs=jobs,
+        allow_blowup=allow_blowup, strict=strict, jobs=jobs, progress=progress,
     )  # fmt: skip
     require_path("path", path, "target")
     return convert_with(tensors, path, options)

@@ -847,7 +847,7 @@ def test_a_pack_of_another_length_is_damaged(
     pack.write_bytes(content[:change] if change < 0 else content + b"x")
     assert main([command, str(pack)]) == 1
     out, err = capfd.readouterr()
-    assert ("is truncated" if change < 0 else "follow the pack") in out + err
+    assert ("is truncated" if change < 0 else "1 byte follows the pack") in out + err
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

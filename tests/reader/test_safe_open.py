@@ -159,3 +159,11 @@ def test_a_module_takes_the_tensors_and_keeps_them_tied(tmp_path: Path) -> None:
     empty.load_state_dict(stream_pack.load_file(tmp_path / "pack"), assign=True)
     assert empty.head.weight.data_ptr() == empty.embed.weight.data_ptr()
     assert torch.equal(empty.head.weight, model.head.weight)
+
+
+def test_one_name_is_one_name_and_not_its_letters(tmp_path: Path) -> None:
+    path = tmp_path / "pack"
+    stream_pack.save_file({"wq": torch.ones(2), "w": torch.zeros(2), "q": torch.zeros(2)}, path)
+    assert list(stream_pack.load_file(path, names="wq")) == ["wq"]
+    with stream_pack.safe_open(path) as opened:
+        assert list(opened.get_tensors("wq")) == ["wq"]

@@ -545,3 +545,35 @@ def test_no_jobs_are_a_mistake_of_the_caller(path: Path, data: bytes, jobs: int)
         verify(path, jobs=1.5)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="offset=-1"):
         verify(path, offset=-1)
+
+
+def test_the_report_says_which_file_and_which_pack_and_how_long_it_took(
+    path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+    with stream_pack.open(path.name) as pack:
+        reports = [verify(path.name), pack.verify()]
+        for report in reports:
+            assert (report.path, report.checksum) == (path.name, pack.checksum)
+            assert report.seconds > 0
+    told = json.loads(json.dumps(reports[0].to_json()))
+    (root,) = struct.unpack_from("<Q", data, places(data).footer)
+    assert (told["path"], told["checksum"], told["nbytes"]) == (path.name, f"{root:016x}", 12313)
+    # A root checksum that is wrong is not passed on.
+    assert found(path, data, places(data).region_end).checksum is None
+
+
+@pytest.mark.parametrize("progress", [3, "bar"])
+def test_progress_that_cannot_be_called_is_a_mistake_of_the_caller(path: Path, data: bytes, progress: Any) -> None:
+    with pytest.raises(OptionError, match="progress="):
+        verify(path, progress=progress)
+    with stream_pack.open(path) as pack, pytest.raises(OptionError, match="progress="):
+        pack.verify(progress=progress)
+
+
+def test_a_damaged_head_ends_where_the_region_begins(path: Path, data: bytes) -> None:
+    at = places(data)
+    (damage,) = found(path, data, at.index + 8).damages
+    assert (damage.part, damage.file_begin, damage.file_end) == ("head", 0, at.region)
+    (damage,) = found(path, data, at.region - 1).damages  # the locator's magic
+    assert (damage.part, damage.file_begin, damage.file_end) == ("head", 0, at.region)
