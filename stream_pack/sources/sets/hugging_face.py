@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -65,8 +65,6 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
     members = []
     unnamed: list[str] = []
     elsewhere: list[tuple[str, str]] = []
-    metadata: dict[str, str] = {}
-    disputed: set[str] = set()
     taken_from = {name: file for file, wanted in files.items() for name in wanted}
     for (file, wanted), source in zip(files.items(), sources, strict=True):
         names = source.catalog.names
@@ -79,23 +77,32 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
         members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))
         unnamed.extend(name for name in names if name not in taken_from)
         elsewhere.extend((name, file) for name in names if taken_from.get(name, file) != file)
-        for key, value in source.catalog.metadata.items():
-            if metadata.setdefault(key, value) != value:
-                disputed.add(key)
+    metadata, disputed = _common_metadata(sources)
     warnings = list(_said_twice(elsewhere, taken_from))
     if unnamed:
         warnings.append(
             f"tensors that {quoted(index)} does not name were left out, {len(unnamed)} in all: {listed(unnamed)}"
         )
     if disputed:
-        warnings.append(f"the files disagree about the metadata {listed(sorted(disputed))}: left out")
+        warnings.append(f"the files disagree about the metadata {listed(disputed)}: left out")
     return JoinedSource(
         members,
         kind=f"Hugging Face set of {len(files)} files",
-        metadata={key: value for key, value in metadata.items() if key not in disputed},
+        metadata=metadata,
         warnings=warnings,
         files=read,
     )
+
+
+def _common_metadata(sources: Iterable[Source]) -> tuple[dict[str, str], list[str]]:
+    """The metadata of all files, and the keys of those about which they disagree."""
+    metadata: dict[str, str] = {}
+    disputed: set[str] = set()
+    for source in sources:
+        for key, value in source.catalog.metadata.items():
+            if metadata.setdefault(key, value) != value:
+                disputed.add(key)
+    return {key: value for key, value in metadata.items() if key not in disputed}, sorted(disputed)
 
 
 def _said_twice(elsewhere: list[tuple[str, str]], taken_from: Mapping[str, str]) -> Iterator[str]:

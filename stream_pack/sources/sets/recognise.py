@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pickles.state_dict import Flatten
@@ -65,22 +67,14 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: M
     """
     names = sorted(os.listdir(folder))
     chosen = _chosen_forms(names)
-    passed_over = {other for others in chosen.values() for other in others}
+    passed_over = set(chain.from_iterable(chosen.values()))
     weights = [name for name in names if name.endswith(_WEIGHTS)]
-    found: list[tuple[str, Callable[[], Source]]] = [
+    found: list[_Candidate] = [
         (f"the index {quoted(name)}", partial(open_hugging_face, folder / name, open_file=open_file, watch=watch))
         for name in filter(is_index_name, names)
         if name not in passed_over
     ]
-    if any(map(is_shard_name, names)):
-        found.append(("Llama shards", partial(LlamaSource, folder, open_file=open_file)))
-    # The metadata alone says which shards are missing.
-    alone = not any((found, weights, TYPE_FILE in names))
-    if any(name.endswith(SHARD_SUFFIX) for name in names) or (METADATA in names and alone):
-        distributed = partial(_open_distributed, folder, names, flatten=flatten, watch=watch)
-        found.append(("a torch.distributed checkpoint", distributed))
-    if TYPE_FILE in names:
-        found.append((f"an mmap-ninja array ({TYPE_FILE})", partial(NinjaSource, folder)))
+    found += _other_sets(folder, names, bool(found or weights), open_file=open_file, flatten=flatten, watch=watch)
     if len(found) > 1:
         raise UnsupportedCheckpointError(
             f"the folder {quoted(str(folder))} holds {len(found)} checkpoints: "
@@ -96,13 +90,40 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: M
         )
     [(_, open_set)] = found
     source = open_set()
-    remarks = [
-        f"using {quoted(taken)}, not {listed(others)}: transformers prefers safetensors, too"
-        for taken, others in chosen.items()
-        if others
-    ]
-    source.traits = replace(source.traits, remarks=(*remarks, *source.traits.remarks))
+    source.traits = replace(source.traits, remarks=(*_passed_over(chosen), *source.traits.remarks))
     return source
+
+
+def _passed_over(chosen: Mapping[str, list[str]]) -> Iterator[str]:
+    for taken, others in chosen.items():
+        if others:
+            yield f"using {quoted(taken)}, not {listed(others)}: transformers prefers safetensors, too"
+
+
+_Candidate: TypeAlias = tuple[str, Callable[[], Source]]
+"""What a set is called, and what opens it."""
+
+
+def _other_sets(
+    folder: Path,
+    names: Collection[str],
+    has_weights: bool,
+    *,
+    open_file: OpenFile,
+    flatten: Flatten,
+    watch: MemoryWatch,
+) -> Iterator[_Candidate]:
+    """The sets in ``folder`` that have no index of Hugging Face; ``has_weights``: it holds something else."""
+    if any(map(is_shard_name, names)):
+        has_weights = True
+        yield "Llama shards", partial(LlamaSource, folder, open_file=open_file)
+    # The metadata alone says which shards are missing.
+    alone = not (has_weights or TYPE_FILE in names)
+    if any(name.endswith(SHARD_SUFFIX) for name in names) or (METADATA in names and alone):
+        opener = partial(_open_distributed, folder, names, flatten=flatten, watch=watch)
+        yield "a torch.distributed checkpoint", opener
+    if TYPE_FILE in names:
+        yield f"an mmap-ninja array ({TYPE_FILE})", partial(NinjaSource, folder)
 
 
 def _chosen_forms(names: Collection[str]) -> dict[str, list[str]]:
