@@ -6,6 +6,6 @@
 * ``hugging_face``: an index and its shards;
 * ``llama``, ``llama_params``: the shards of Meta's Llama, and what ``params.json`` says of them;
 * ``dcp``: torch.distributed checkpoints; ``dcp_metadata``: what their ``.metadata`` says; ``dcp_chunks``: what a chunk
-  must satisfy;
+  must satisfy; ``dcp_reformulated``: tensors that Megatron stores in another shape;
 * ``ninja``: folders of mmap-ninja.
 """

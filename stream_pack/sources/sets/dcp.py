@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,19 @@ from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
-from stream_pack.sources.sets.assembly import MIN_PART_CHUNK_NBYTES, PartStream, assembled, part_chunk_nbytes, trimmed
+from stream_pack.sources.sets.assembly import (
+    MIN_PART_CHUNK_NBYTES,
+    PartStream,
+    Rows,
+    assembled,
+    part_chunk_nbytes,
+    trimmed,
+)
 from stream_pack.sources.sets.composite import together
 from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, plan_chunks, read_chunk
-from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, read_metadata
-from stream_pack.text import listed, quoted
+from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, ShardedTensors, read_metadata
+from stream_pack.sources.sets.dcp_reformulated import Run, restored, shards_of
+from stream_pack.text import counted, listed, quoted
 
 __all__ = ["SHARD_SUFFIX", "DcpSource"]
 
@@ -48,11 +57,13 @@ class DcpSource(Source):
         self._folder = folder
         self._files = FilesRead()
         found = read_metadata(folder / METADATA, self._files, watch=watch)
-        chosen = flatten(_nested(found.tensors), ())
-        remarks = list(chosen.remarks)
-        if found.ignored:
-            remarks.append(f"{found.ignored} entries that are not tensors were skipped")
+        chosen = flatten(_nested(found), ())
         warnings = list(chosen.warnings)
+        if found.unrestored:
+            warnings.append(
+                f"{counted(len(found.unrestored), 'tensor')} that Megatron has stored in another shape left out, "
+                f"because the original shape cannot be restored: {listed(found.unrestored)}"
+            )
         unnamed = {name for name in os.listdir(folder) if name.endswith(SHARD_SUFFIX)} - found.files
         if unnamed:
             warnings.append(
@@ -67,19 +78,19 @@ class DcpSource(Source):
         for storage, (name, tensor) in enumerate(zip(chosen.tensors, self._tensors)):
             try:
                 # Refused now, not when its bytes are due.  The plan is not kept: all of them would take much memory.
-                plan_chunks(tensor)
-                shape = logical_shape(tensor.dtype, tensor.shape)
+                _plan(tensor)
+                shape = logical_shape(tensor.dtype, tensor.shape if tensor.original is None else tensor.original)
                 nbytes += builder.add(name, tensor.dtype, shape, storage=storage, start=0)
             except (SourceError, LimitError) as error:
                 builder.refuse(name, error)
         for name, reason in chosen.refused:
             builder.refuse(name, reason)
-        most = max((len(tensor.boxes) for tensor in self._tensors), default=0)
+        most = max(map(_parts, self._tensors), default=0)
         traits = Traits(
             "torch.distributed checkpoint",
             held_nbytes=MIN_PART_CHUNK_NBYTES * most,
             warnings=tuple(warnings),
-            remarks=tuple(remarks),
+            remarks=chosen.remarks,
         )
         super().__init__(builder.build(storages_nbytes=nbytes), traits)
 
@@ -101,15 +112,16 @@ class DcpSource(Source):
     def _whole(self, storage: int, options: StreamOptions) -> Iterator[Chunk]:
         tensor = self._tensors[storage]
         part_options = replace(
-            options, chunk_nbytes=part_chunk_nbytes(len(tensor.boxes), options.chunk_nbytes), jobs=1, in_order=False
+            options, chunk_nbytes=part_chunk_nbytes(_parts(tensor), options.chunk_nbytes), jobs=1, in_order=False
         )
-        streams = [
-            self._counted(read_chunk(self._folder, tensor, box, place, self._files, part_options))
-            for box, place in zip(tensor.boxes, tensor.places)
-        ]
+        plan, shards = _plan(tensor)
+        if shards is None:
+            streams = [self._chunk(tensor, number, part_options) for number in range(len(tensor.boxes))]
+        else:
+            streams = [self._shard(tensor, runs, part_options) for runs in shards]
         parts = [PartStream(stream, what=f"a chunk of tensor {quoted(tensor.name)}") for stream in streams]
         try:
-            yield from assembled(plan_chunks(tensor), parts, chunk_nbytes=options.chunk_nbytes)
+            yield from assembled(plan, parts, chunk_nbytes=options.chunk_nbytes)
             for stream in streams:
                 for _ in stream:  # no bytes are left, but the archive's end has to be seen
                     pass
@@ -117,15 +129,33 @@ class DcpSource(Source):
             for stream in streams:
                 stream.close()
 
-    def _counted(self, chunks: Generator[Chunk, None, str]) -> Generator[Chunk, None, None]:
-        verification = yield from chunks
+    def _chunk(self, tensor: ShardedTensor, number: int, options: StreamOptions) -> Generator[Chunk, None, None]:
+        box, place = tensor.boxes[number], tensor.places[number]
+        verification = yield from read_chunk(self._folder, tensor, box, place, self._files, options)
         self._verified[verification] += 1
 
+    def _shard(self, tensor: ShardedTensor, runs: list[Run], options: StreamOptions) -> Generator[Chunk, None, None]:
+        for number, begin, end in runs:
+            with closing(self._chunk(tensor, number, options)) as chunks:
+                yield from trimmed(chunks, begin, end)
 
-def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
-    """The dict that was saved, with stand-ins for its tensors: their storage's key is their place in the list."""
+
+def _plan(tensor: ShardedTensor) -> tuple[list[Rows], list[list[Run]] | None]:
+    """How the parts of a tensor make it up: its chunks, or else shards, each of which is runs of chunks."""
+    return (plan_chunks(tensor), None) if tensor.original is None else restored(tensor)
+
+
+def _parts(tensor: ShardedTensor) -> int:
+    return len(tensor.boxes) if tensor.original is None else shards_of(tensor)
+
+
+def _nested(found: ShardedTensors) -> dict[object, object]:
+    """The dict that was saved, with stand-ins for its tensors: their storage's key is their place in the list.
+
+    What is no tensor is None there.
+    """
     root: dict[object, object] = {}
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(found.tensors):
         node: object = root
         for step in tensor.path[:-1]:
             node = node.setdefault(step, {}) if isinstance(node, dict) else None
@@ -136,4 +166,10 @@ def _nested(tensors: list[ShardedTensor]) -> dict[object, object]:
         storage = Storage(str(number), 0, 0)
         stand_in = Tensor(storage, tensor.dtype, 0, tensor.shape, (), False, False)
         node[tensor.path[-1]] = stand_in if tensor.refused is None else tensor.refused
+    for path in found.ignored:
+        node = root
+        for step in path[:-1]:
+            node = node.setdefault(step, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.setdefault(path[-1], None)
     return root

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Generator
+from functools import partial
 from pathlib import Path
 
 from stream_pack.errors import SourceError, StreamPackError, TruncatedSourceError, UnsupportedCheckpointError
@@ -104,7 +105,7 @@ def read_chunk(
         f"{list(box.offsets)}"
     )
     try:
-        with _opened(folder / place.file, place, files) as source:
+        with _opened(folder / place.file, tensor, place, files) as source:
             catalog = source.catalog
             shape, dtype = catalog.shape(0), int(catalog.dtypes[0])
             if shape != logical_shape(tensor.dtype, box.sizes) or dtype != tensor.dtype:
@@ -122,19 +123,19 @@ def read_chunk(
         raise
 
 
-def _opened(path: Path, place: Place, files: FilesRead) -> TorchZipSource:
+def _opened(path: Path, tensor: ShardedTensor, place: Place, files: FilesRead) -> TorchZipSource:
     stream = ByteStream.open_range(path, place.begin, place.nbytes)
     try:
         assert stream.opened_state is not None  # it is a regular file
         files.see(path, stream.opened_state)
-        return TorchZipSource(stream, flatten=_one_tensor)
+        return TorchZipSource(stream, flatten=partial(_one_tensor, tensor.name))
     except BaseException:
         stream.close()
         raise
 
 
-def _one_tensor(value: object, unknown: Collection[str]) -> StateDict:
+def _one_tensor(name: str, value: object, unknown: Collection[str]) -> StateDict:
     if type(value) is not Tensor or unknown:
         names = f", and names {listed(unknown)}" if unknown else ""
         raise UnsupportedCheckpointError(f"the archive holds no plain tensor{names}")
-    return StateDict({"": value}, 0)
+    return StateDict({name: value}, 0)

@@ -10,7 +10,8 @@ Source: torch/distributed/checkpoint/metadata.py, filesystem.py and default_plan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 from stream_pack.errors import UnsupportedCheckpointError
@@ -27,6 +28,16 @@ from stream_pack.text import quoted
 __all__ = ["METADATA", "Place", "ShardedTensor", "ShardedTensors", "read_metadata"]
 
 METADATA = ".metadata"
+
+REFORMULATED = "mcore_data"
+ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+"""Where Megatron notes the shape of a tensor that it has stored in another one."""
+
+MAX_SHARDS = 100_000
+"""Of one tensor: more than any job has ranks."""
+
+_SUBCLASSES = {"megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata": "Metadata"}
+"""Classes of others that only add fields to one of torch's."""
 
 ENTRY_NBYTES = 600
 """Memory that each tensor, and each chunk, takes beside what the pickle has become (measured with 200,000)."""
@@ -48,6 +59,8 @@ class ShardedTensor:
     ``path`` holds the keys that lead to it in the nested dict that was saved.
     ``shape`` and the boxes count torch's elements (for ``float4_e2m1fn_x2``: pairs).  ``refused``: why no pack can hold
     it.
+    ``shape`` and the boxes count torch's elements (for ``float4_e2m1fn_x2``: pairs).  ``original``: the tensor's own
+    shape where Megatron has stored it in another one, see :mod:`stream_pack.sources.sets.dcp_reformulated`.
     """
 
     name: str
@@ -57,18 +70,21 @@ class ShardedTensor:
     boxes: tuple[Box, ...]
     places: tuple[Place, ...]
     refused: Unpackable | None = None
+    original: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensors:
-    """All tensors, in the order of the metadata; ``ignored`` counts the other entries.
+    """All tensors, in the order of the metadata; ``ignored``: the paths of the other entries.
 
-    ``files``: every file that holds something.
+    ``files``: every file that holds something.  ``unrestored``: names of tensors that are stored in another shape than
+    their own, which cannot be found from it.
     """
 
     tensors: list[ShardedTensor]
-    ignored: int
+    ignored: list[tuple[str, ...]]
     files: frozenset[str]
+    unrestored: tuple[str, ...] = ()
 
 
 def read_metadata(path: Path, files: FilesRead, *, watch: MemoryWatch) -> ShardedTensors:
@@ -91,16 +107,26 @@ def read_metadata(path: Path, files: FilesRead, *, watch: MemoryWatch) -> Sharde
     places = _places(data)
     paths = metadata.get("planner_data")
     paths = paths if type(paths) is dict else {}
-    tensors = []
-    ignored = 0
+    reformulated = metadata.get(REFORMULATED)
+    reformulated = reformulated if type(reformulated) is dict else {}
+    tensors, unrestored, ignored = [], [], []
     for name, entry in entries.items():
         if type(name) is not str:
             raise _unknown("an entry whose name is not text")
         if _is(entry, "BytesStorageMetadata"):
-            ignored += 1
-        else:
-            tensors.append(_tensor(name, _path(name, paths), entry, places))
-    return ShardedTensors(tensors, ignored, frozenset(place.file for place in places.values()))
+            ignored.append(_path(name, paths))
+            continue
+        tensor = _tensor(name, _path(name, paths), entry, places)
+        more = reformulated.get(name)
+        if type(more) is dict and ORIGINAL_SHAPE in more:
+            original = _original(tensor.shape, more[ORIGINAL_SHAPE])
+            if original is None:
+                unrestored.append(name)
+                continue
+            tensor = replace(tensor, original=original)
+        tensors.append(tensor)
+    files_named = frozenset(place.file for place in places.values())
+    return ShardedTensors(tensors, ignored, files_named, tuple(unrestored))
 
 
 def _find_global(name: str) -> object:
@@ -145,6 +171,23 @@ def _tensor(
     return ShardedTensor(name, path, number or 0, shape, tuple(boxes), tuple(found), refused)
 
 
+def _original(shape: tuple[int, ...], original: object) -> tuple[int, ...] | None:
+    """The tensor's own shape, if ``shape`` is what Megatron makes of it: the number of shards along each dim, and the
+    elements of one.
+    """
+    if (
+        type(original) is not tuple
+        or not all(type(dim) is int and dim >= 0 for dim in original)
+        or len(original) + 1 != len(shape)
+        or 0 in shape[:-1]
+        or prod(shape[:-1]) > MAX_SHARDS
+        or any(dim % count for dim, count in zip(original, shape))
+        or prod(dim // count for dim, count in zip(original, shape)) != shape[-1]
+    ):
+        return None
+    return original
+
+
 def _places(data: dict[object, object]) -> dict[tuple[str, object], Place]:
     """Where each chunk is stored, by name and offsets (None for entries that are no tensors)."""
     places: dict[tuple[str, object], Place] = {}
@@ -176,7 +219,10 @@ def _path(name: str, paths: Mapping[object, object]) -> tuple[str, ...]:
 
 
 def _is(value: object, kind: str) -> bool:
-    return type(value) is Opaque and value.name.startswith("torch.distributed.") and value.name.endswith("." + kind)
+    if type(value) is not Opaque:
+        return False
+    own = value.name.startswith("torch.distributed.") and value.name.endswith("." + kind)
+    return own or _SUBCLASSES.get(value.name) == kind
 
 
 def _state(value: object, kind: str) -> dict[object, object]:
