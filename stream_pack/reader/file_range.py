@@ -95,8 +95,10 @@ class FileRange:
                     got = os.preadv(fd, [memory[done:]], self.offset + file_offset + done)
                 except OSError as error:
                     raise self._unreadable(error, file_offset + done, file_offset + least) from None
+                # Also when the file ends long before: what is found is all that it has.
+                actual = file_offset + done if got else max(0, os.fstat(fd).st_size - self.offset)
             if not got:
-                raise self._cut(file_offset + least, file_offset + done)
+                raise self._cut(file_offset + least, actual)
             done += got
         return done
 

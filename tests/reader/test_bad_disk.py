@@ -142,6 +142,7 @@ def test_a_pack_that_was_cut_since_it_was_opened_is_damaged(path: Path, data: by
                 (damage,) = report.damages
                 assert (damage.part, damage.file_end) == ("length", len(data))
                 assert "was truncated while it was open" in damage.message
+                assert f", found {nbytes};" in damage.message
                 assert not report.complete
                 with pytest.raises(TruncatedError):
                     report.raise_if_damaged()
