@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
 
 from tests.support.older_torch import lacking
+from tests.support.spools import on_disk
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=25)
@@ -21,6 +22,13 @@ TOGETHER = (
     "tests/metal/test_pyobjc_metadata.py",
 )
 """Tests whose paths begin with one of these run in one process, one after another, and begin before all others."""
+
+
+@pytest.fixture
+def spools_on_disk() -> Iterator[None]:
+    """What has to wait goes to disk, however little it is."""
+    with on_disk():
+        yield
 
 
 def group_of(nodeid: str) -> int:

@@ -59,7 +59,7 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
     _add_keys(parser)
     _add_selection(parser)
     _add_layout(parser)
-    text = "folder for temporary files if TARGET is - (otherwise TARGET's folder is used)"
+    text = "folder for temporary files, which some pipes need (default: TARGET's folder; the system's if TARGET is -)"
     add_option(parser, "--spool-dir", "FOLDER", text)
     text = "memory limit (resident anonymous pages, the interpreter included); fails at the start if it is too low"
     add_option(parser, "--max-memory", "NBYTES", text, type=nbytes)

@@ -8,7 +8,8 @@ import numpy as np
 
 from stream_pack.errors import TruncatedSourceError
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Zeros
+from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
+from stream_pack.pipeline.source import Requests
 
 __all__ = ["Scatter", "SingleBuffer", "read_ranges"]
 

@@ -5,39 +5,20 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.arrival import Arrival, one_after_another, one_pass
+from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.spool import Spool
 from stream_pack.text import listed
 
-__all__ = ["Chunk", "Demand", "Piece", "Requests", "Source", "StreamOptions", "Traits", "Zeros"]
+__all__ = ["Demand", "Requests", "Source", "StreamOptions", "Traits"]
 
 _S = TypeVar("_S", bound="Source")
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros:
-    """A run of ``nbytes`` zero bytes that take no memory; a file sink leaves a hole for it."""
-
-    nbytes: int
-
-    def __len__(self) -> int:
-        return self.nbytes
-
-
-Chunk: TypeAlias = "memoryview | bytes | Zeros"
-"""Bytes moved in one step: a C-contiguous, byte-format memoryview (or bytes), or :class:`Zeros`.
-
-The source never writes to its memory again, so a consumer may keep the chunk as long as needed.
-"""
-
-Piece: TypeAlias = tuple[int, Chunk]
-"""(buffer number, chunk): the next bytes of that buffer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +48,7 @@ class StreamOptions:
     ``jobs``: threads the source may use, at least 1.
     ``in_order``: the sink is a stream, so a source that can choose delivers buffer 0 whole, then 1, and so on; one that
     cannot (it is itself a pipe) delivers in the order of arrival, and the writer spools.
-    ``spool``: temporary disk space, for what cannot be done in one pass.
+    ``spool``: temporary space, for what cannot be done in one pass.
     """
 
     chunk_nbytes: int
@@ -101,7 +82,7 @@ class Traits:
 class Demand:
     """What streaming some requests takes, known before the first byte.
 
-    ``spool_nbytes``: temporary disk space at its peak, with what opening the source has taken of it.
+    ``spool_nbytes``: temporary space at its peak, beyond what opening the source has taken.
     ``arrival``: when the buffers come if the sink is a stream; None where they come in turn, so that none has to wait.
     """
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.scatter import Scatter, read_ranges
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 
 __all__ = ["DataSectionSource"]
 

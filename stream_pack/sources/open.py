@@ -16,7 +16,7 @@ from stream_pack.pickles.state_dict import Flatten, StateDict
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import BinaryReader, ByteStream
 from stream_pack.pipeline.source import Source
-from stream_pack.pipeline.spool import Spool
+from stream_pack.pipeline.spool import MEMORY_NBYTES, Spool
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +52,9 @@ def open_source(
 ) -> Source:
     """Open ``source``; close what comes back.
 
-    ``key`` and ``ignore_unknown``: as for
-    :func:`stream_pack.pickles.nesting.flattening`.  ``spool``: for an archive that has to
-    be on disk before its tensors are known; None refuses such an archive.  ``max_memory``: what the process may have
-    of resident anonymous memory while it reads what the source holds; above it, a LimitError.
+    ``key`` and ``ignore_unknown``: as for :func:`stream_pack.pickles.nesting.flattening`.  ``spool``: for an archive
+    that has to be read whole before its tensors are known; None refuses such an archive.  ``max_memory``: what the
+    process may have of resident anonymous memory while it reads what the source holds; above it, a LimitError.
 
     Raises: UnsupportedCheckpointError for bytes that are no checkpoint, saying what they look like;
     as the source's constructor; OptionError for a key where nothing is nested; OSError; TypeError
@@ -80,8 +79,8 @@ def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None =
     """List the keys of a checkpoint that hold tensors: what ``key`` of :func:`stream_pack.convert` can choose.
 
     Nested dicts and lists are followed two levels down, up to 1,000 rows.  A source that does not nest its tensors has
-    one row.  Only the head of a pipe is read.  ``spool_dir``: a folder for temporary files, for an archive from a pipe
-    that does not begin with its pickle.
+    one row.  Only the head of a pipe is read, unless it is an archive that does not begin with its pickle: that waits
+    in memory up to 16 MiB, else in ``spool_dir``, by default the system's folder for temporary files.
 
     Raises: SourceError and its kinds for what is not a checkpoint; LimitError; OSError.
     """
@@ -98,8 +97,7 @@ def list_keys(source: Convertible, *, spool_dir: str | os.PathLike[str] | None =
 
     if spool_dir is not None:
         require_path("spool_dir", spool_dir, "folder")
-    spool = None if spool_dir is None else Spool(spool_dir)
-    with _Opening(keep, spool).source(source) as opened:
+    with _Opening(keep, Spool(spool_dir, memory_nbytes=MEMORY_NBYTES)).source(source) as opened:
         if len(found) == 1:
             return found[0]
         catalog = opened.catalog

@@ -18,7 +18,7 @@ from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.source import Source
-from stream_pack.pipeline.spool import Spool
+from stream_pack.pipeline.spool import MEMORY_NBYTES, Spool
 from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, FileAt, open_source
 from stream_pack.writer.forecast import forecast_pack
@@ -95,9 +95,9 @@ def convert(
     what the pack may lack; :class:`~stream_pack.errors.StrictError` lists them, before the first byte is written.
     ``jobs``: threads; by default one per core, at most 4.  ``max_memory``: a limit in bytes on the resident anonymous
     memory of the process, what it uses before the call included.  The conversion adapts to it, or is refused before
-    the first byte is written.  ``spool_dir``: a folder for temporary files if the target is a stream (those of a path
-    are in its folder).  ``progress(done, total)`` is called with bytes of tensor data.  ``announce(line)`` is called
-    before the first byte if temporary files are needed.
+    the first byte is written.  ``spool_dir``: a folder for temporary files, by default the target's, or that of the
+    system if the target is a stream; up to 16 MiB wait in memory instead.  ``progress(done, total)`` is called with
+    bytes of tensor data.  ``announce(line)`` is called before the first byte if temporary files are needed.
 
     Copies: a few chunks at a time.  The bytes written depend on the tensors, their order and the options that FORMAT.md
     names, not on ``jobs``, ``chunk_nbytes``, ``max_memory`` or the kind of source.
@@ -188,7 +188,11 @@ def convert_with(
     with ExitStack() as stack:
         sink = stack.enter_context(open_sink(target))
         _refuse_overwriting(source, sink)
-        spool = Spool(sink.folder or options.spool_dir, announce=options.announce)
+        # How long an archive is that has to be read whole before its tensors are known, nobody can tell: no memory for
+        # it under a limit.  What waits later is planned.
+        memory_nbytes = MEMORY_NBYTES if options.max_memory is None else 0
+        folder = sink.folder if options.spool_dir is None else options.spool_dir
+        spool = Spool(folder, memory_nbytes=memory_nbytes, announce=options.announce)
         opened = stack.enter_context(_open(source, options, spool))
         settings = options.settings if front is None else replace(options.settings, front=front)
         taken = adapted(opened, options.adaptation)

@@ -13,8 +13,9 @@ from stream_pack.format.head import EncodedHead, Head, encode_footer
 from stream_pack.format.layout import Layout
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.budget import Budget
+from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.overlap import overlap
-from stream_pack.pipeline.source import Chunk, Piece, Source, StreamOptions
+from stream_pack.pipeline.source import Source, StreamOptions
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.plan import PackSettings, prepare, refuse_warnings, requests_of
@@ -104,11 +105,11 @@ def write_pack(
     """
     began = time.perf_counter()
     prepared = prepare(source, settings, in_order=sink.in_order)
-    if prepared.spool_nbytes:
-        spool.require(
-            why=f"a {source.traits.kind} from a pipe, with strided or out-of-order tensors",
-            nbytes=prepared.spool_nbytes,
-        )
+    spool.allot(
+        memory_nbytes=prepared.waiting_nbytes,
+        disk_nbytes=prepared.spool_nbytes,
+        why=f"a {source.traits.kind} from a pipe, with strided or out-of-order tensors",
+    )
     writer = PackWriter(prepared.layout, prepared.encoded, sink)
     writer.start(reserve=not source.traits.sparse)
     if settings.strict:  # now the sink has all of its own; a stream has none

@@ -6,9 +6,10 @@ Forecast and conversion both begin with :func:`prepare`, so each refuses what th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from stream_pack.errors import StrictError
+from stream_pack.errors import LimitError, StrictError
 from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.head import EncodedHead, encode_head
@@ -19,6 +20,7 @@ from stream_pack.pipeline.arrival import waiting_nbytes
 from stream_pack.pipeline.budget import Budget, allow_memory, budget
 from stream_pack.pipeline.memory import anonymous_nbytes, trim_heap
 from stream_pack.pipeline.source import Requests, Source
+from stream_pack.pipeline.spool import MEMORY_NBYTES
 from stream_pack.report import Sizes
 from stream_pack.text import counted, listed
 
@@ -62,8 +64,8 @@ class PackSettings:
 class Prepared:
     """A conversion that may begin.
 
-    ``encoded`` is the head that describes ``layout``; ``sizes`` is what a report says about both; ``spool_nbytes`` is
-    temporary disk space.
+    ``encoded`` is the head that describes ``layout``; ``sizes`` is what a report says about both.  ``spool_nbytes`` is
+    temporary disk space; ``waiting_nbytes`` is what may wait in memory instead.
     """
 
     layout: Layout
@@ -71,6 +73,7 @@ class Prepared:
     sizes: Sizes
     budget: Budget
     spool_nbytes: int
+    waiting_nbytes: int
 
 
 def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepared:
@@ -86,22 +89,37 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
     layout = plan(catalog, settings.policy)
     encoded = encode_head(layout, settings.front)
     trim_heap()
-    needs = budget(
-        max_memory=settings.max_memory,
-        chunk_nbytes=settings.chunk_nbytes,
-        jobs=settings.jobs,
-        tensors=len(layout.index),
-        blocks=layout.index.checksums_nbytes // 8,
-        source_nbytes=source.traits.held_nbytes,
-        held_nbytes=anonymous_nbytes(),
-    )
     # Under a limit the chunks depend on what this very process holds, so nothing is made of their length.
     unit = settings.chunk_nbytes if settings.max_memory is None else 1
     spool_nbytes = _spool_nbytes(source, layout, chunk_nbytes=unit, in_order=in_order)
+    needs, waiting = _budget(source, layout, settings, spool_nbytes)
     sizes = _sizes_of(source, catalog, layout, encoded, settings.front)
     if settings.strict:
         refuse_warnings(sizes.warnings)
-    return Prepared(layout, encoded, sizes, needs, spool_nbytes)
+    return Prepared(layout, encoded, sizes, needs, 0 if spool_nbytes <= waiting else spool_nbytes, waiting)
+
+
+def _budget(source: Source, layout: Layout, settings: PackSettings, spool_nbytes: int) -> tuple[Budget, int]:
+    """The memory of the conversion, and how much of the spool may be in it: all that is needed, or nothing."""
+
+    def with_waiting(nbytes: int) -> Budget:
+        return budget(
+            max_memory=settings.max_memory,
+            chunk_nbytes=settings.chunk_nbytes,
+            jobs=settings.jobs,
+            tensors=len(layout.index),
+            blocks=layout.index.checksums_nbytes // 8,
+            source_nbytes=source.traits.held_nbytes + nbytes,
+            held_nbytes=anonymous_nbytes(),
+        )
+
+    if spool_nbytes > MEMORY_NBYTES:
+        return with_waiting(0), 0
+    if settings.max_memory is None:
+        return with_waiting(spool_nbytes), MEMORY_NBYTES  # also for what comes out of order against the plan
+    with suppress(LimitError):
+        return with_waiting(spool_nbytes), spool_nbytes
+    return with_waiting(0), 0
 
 
 def refuse_warnings(warnings: tuple[str, ...]) -> None:
@@ -132,7 +150,7 @@ def requests_of(layout: Layout) -> Requests:
 
 
 def _spool_nbytes(source: Source, layout: Layout, *, chunk_nbytes: int, in_order: bool) -> int:
-    """Temporary disk space that the conversion takes at its peak, in bytes.
+    """Temporary space that the conversion takes at its peak, in bytes.
 
     ``in_order``: the pack is written to a stream, so bytes that come before their turn have to wait.  ``chunk_nbytes``:
     as for :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import SourceError, TruncatedSourceError
 from stream_pack.format.checksum import BlockHasher
 from stream_pack.format.head import Head
-from stream_pack.pipeline.source import Chunk, Piece, Zeros
+from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.text import quoted
 
@@ -142,9 +142,11 @@ def in_turn(pieces: Iterator[Piece], nbytes: NDArray[np.int64], spool: Spool, *,
             if buffer != turn:
                 if buffer not in early:
                     early[buffer] = spool.open(
-                        why="the source's bytes come in another order than the pack's", nbytes=int(nbytes[turn:].sum())
+                        why="the source's bytes come in another order than the pack's",
+                        nbytes=int(nbytes[buffer]),
+                        of_nbytes=int(nbytes[turn:].sum()),
                     )
-                _append(early[buffer], chunk)
+                early[buffer].append(chunk)
                 continue
             yield buffer, chunk
             delivered += len(chunk)
@@ -155,13 +157,6 @@ def in_turn(pieces: Iterator[Piece], nbytes: NDArray[np.int64], spool: Spool, *,
     finally:
         for held in early.values():
             held.close()
-
-
-def _append(held: SpoolFile, chunk: Chunk) -> None:
-    if isinstance(chunk, Zeros):
-        held.append_zeros(chunk.nbytes)
-    else:
-        held.append(chunk)
 
 
 def _released(held: SpoolFile, buffer: int, chunk_nbytes: int) -> Generator[Piece, None, int]:

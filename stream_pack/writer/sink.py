@@ -19,7 +19,7 @@ from stream_pack.arguments.paths import require_path
 from stream_pack.errors import OptionError, StateError
 from stream_pack.format.checksum import zeros
 from stream_pack.pipeline.bytestream import require_binary
-from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.pipeline.chunks import Chunk, Zeros
 from stream_pack.text import listed, quoted
 from stream_pack.writer.attributes import take_over
 from stream_pack.writer.temporary import Temporary

@@ -228,12 +228,12 @@ def test_a_dry_run_needs_no_target(source: Path, capfd: pytest.CaptureFixture[st
 
 def test_disk_space_that_a_pipe_needs_is_announced_before_the_pack_begins(tmp_path: Path) -> None:
     buffer = io.BytesIO()
-    torch.save({"t": torch.arange(60_000.0).reshape(200, 300).t()}, buffer)
+    torch.save({"t": torch.arange(6_000_000.0).reshape(2000, 3000).t()}, buffer)
     argv = [sys.executable, "-m", "stream_pack", "convert", "-", str(tmp_path / "out")]
     done = subprocess.run(argv, input=buffer.getvalue(), capture_output=True, check=True)
     first, last = done.stderr.decode().splitlines()
-    assert "using up to 234 KiB of disk space temporarily" in first
+    assert "using up to 22.9 MiB of disk space temporarily" in first
     assert str(tmp_path) in first
-    assert "234 KiB spooled" in last
+    assert "22.9 MiB spooled" in last
     done = subprocess.run([*argv, "--quiet"], input=buffer.getvalue(), capture_output=True, check=True)
     assert done.stderr == b""

@@ -12,7 +12,7 @@ import xxhash
 
 import stream_pack
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.source_suite import options, requests_for
 from tests.support.memory import anonymous_nbytes

@@ -19,6 +19,7 @@ from stream_pack.errors import LimitError, SourceError
 from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.arrival import in_any_order, one_after_another, one_pass, waiting_nbytes
 from tests.sources.byte_sources import Dribble
+from tests.support.spools import on_disk, without_a_folder
 from tests.support.torch_zips import records, repacked, saved
 
 W = torch.arange(30_000.0).reshape(150, 200)
@@ -77,6 +78,7 @@ def legacy(tensors: dict[str, torch.Tensor]) -> bytes:
     ],
     ids=["overlapping", "gathered first", "gathered last"],
 )
+@pytest.mark.usefixtures("spools_on_disk")
 def test_views_of_one_storage_are_foretold(
     tensors: dict[str, torch.Tensor], nbytes: int, save: Callable[[dict[str, torch.Tensor]], bytes], tmp_path: Path
 ) -> None:
@@ -84,7 +86,7 @@ def test_views_of_one_storage_are_foretold(
     forecast = stream_pack.forecast(Dribble(data, step=999), to_stream=True, chunk_nbytes=4096)
     assert forecast.spool_nbytes == nbytes
     target = io.BytesIO()
-    with pytest.raises(LimitError, match="--spool-dir") as caught:
+    with without_a_folder(), pytest.raises(LimitError, match="--spool-dir") as caught:
         stream_pack.convert(Dribble(data, step=999), target, chunk_nbytes=4096)
     assert caught.value.value == nbytes
     assert target.getvalue() == b""
@@ -99,7 +101,7 @@ def test_overlapping_views_in_a_compressed_file_are_foretold(tmp_path: Path) -> 
         for name, data in records(saved({"a": FLAT[:20_000], "b": FLAT[10_001:]})).items():
             made.writestr(f"archive/{name}", data)
     target = io.BytesIO()
-    with pytest.raises(LimitError, match="--spool-dir"):
+    with without_a_folder(), pytest.raises(LimitError, match="--spool-dir"):
         stream_pack.convert(path, target, chunk_nbytes=4096)
     assert target.getvalue() == b""
 
@@ -139,6 +141,7 @@ def archived(tensors: dict[str, torch.Tensor], order: list[int], *, version: boo
         (False, list(range(11, -1, -1)), 11_000),
     ],
 )
+@pytest.mark.usefixtures("spools_on_disk")
 def test_of_a_pipe_the_order_is_that_of_the_version_of_torch_that_wrote_it(
     version: bool, order: list[int], nbytes: int, tmp_path: Path
 ) -> None:
@@ -147,7 +150,7 @@ def test_of_a_pipe_the_order_is_that_of_the_version_of_torch_that_wrote_it(
     assert stream_pack.forecast(Dribble(data, step=999), to_stream=True).spool_nbytes == nbytes
     target = io.BytesIO()
     if nbytes:
-        with pytest.raises(LimitError, match="--spool-dir"):
+        with without_a_folder(), pytest.raises(LimitError, match="--spool-dir"):
             stream_pack.convert(Dribble(data, step=999), target)
     report = stream_pack.convert(Dribble(data, step=999), target, spool_dir=tmp_path if nbytes else None)
     assert report.spool_nbytes == nbytes
@@ -195,6 +198,11 @@ def test_the_forecast_is_never_too_little(
             tensor = VIEWS[step](tensor, n)
         tensors["geacfbd"[number]] = tensor
     data = legacy(tensors) if old else saved(tensors)
+    with on_disk():
+        assert_forecast_is_enough(data, order, dtype, exclude, chunk_nbytes)
+
+
+def assert_forecast_is_enough(data: bytes, order: Order, dtype: object, exclude: str | None, chunk_nbytes: int) -> None:
     target = io.BytesIO()
     try:
         forecast = stream_pack.forecast(
@@ -223,7 +231,7 @@ def test_the_forecast_is_never_too_little(
     assert report.target_nbytes == len(target.getvalue()) == forecast.target_nbytes
     if forecast.spool_nbytes:
         target = io.BytesIO()
-        with pytest.raises(LimitError, match="--spool-dir"):
+        with without_a_folder(), pytest.raises(LimitError, match="--spool-dir"):
             stream_pack.convert(
                 Dribble(data, step=1000),
                 target,

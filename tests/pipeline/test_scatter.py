@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import TruncatedSourceError
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
-from stream_pack.pipeline.source import Requests, Zeros
+from stream_pack.pipeline.source import Requests
 
 STORAGES = {3: bytes(range(100)), 5: bytes(range(100, 150)), 9: bytes(60)}
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits, Zeros
+from stream_pack.pipeline.chunks import Piece, Zeros
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 
 __all__ = ["SparseSource"]
 

@@ -90,6 +90,7 @@ def test_free_disk_space_for_the_pack_and_a_twentieth_is_enough(
     assert not watch.elsewhere
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_what_is_spooled_lies_beside_the_target_and_never_in_the_folder_for_temporary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +108,7 @@ def test_what_is_spooled_lies_beside_the_target_and_never_in_the_folder_for_temp
     assert os.listdir(folder) == ["pack"]
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_a_folder_that_is_named_for_it_holds_what_waits_for_a_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from stream_pack.format.header_kinds import MPS, PTD, XNNPACK, Front
 from stream_pack.report import Forecast, Report
 from stream_pack.writer.plan import warnings_of
 from tests.sources.byte_sources import Dribble
+from tests.support.spools import without_a_folder
 from tests.support.torch_zips import records, saved
 
 
@@ -64,6 +65,7 @@ def test_it_says_what_the_report_says_afterwards(dtype: str | None, tmp_path: Pa
         assert forecast.buffers == 5  # w and tied share one; the view's start, byte 400, is not aligned
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_into_a_stream_it_foretells_what_has_to_wait(tmp_path: Path) -> None:
     data = saved(tensors())
     forecast = stream_pack.forecast(Dribble(data, step=1000), order="name", to_stream=True)
@@ -73,6 +75,7 @@ def test_into_a_stream_it_foretells_what_has_to_wait(tmp_path: Path) -> None:
     assert forecast.spool_nbytes == 4 * (30_000 + 200 + 4000 + 600) + 2400
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_what_waits_at_most_counts_not_what_waits_last(tmp_path: Path) -> None:
     # c waits for a, then e for d.
     given = {"c": torch.arange(100.0), "a": torch.ones(1), "e": torch.ones(5), "d": torch.ones(1)}
@@ -84,6 +87,7 @@ def test_what_waits_at_most_counts_not_what_waits_last(tmp_path: Path) -> None:
     assert report.spool_nbytes == 400
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_of_a_compressed_file_the_order_of_its_records_is_known(tmp_path: Path) -> None:
     given = {"a": torch.arange(1000.0), "b": torch.arange(500.0), "c": torch.arange(7.0)}
     parts = records(saved(given))
@@ -95,7 +99,7 @@ def test_of_a_compressed_file_the_order_of_its_records_is_known(tmp_path: Path) 
     # c and b come before a, and wait for it.
     assert stream_pack.forecast(path, to_stream=True).spool_nbytes == 4 * (500 + 7)
     target = io.BytesIO()
-    with pytest.raises(LimitError, match="--spool-dir"):
+    with without_a_folder(), pytest.raises(LimitError, match="--spool-dir"):
         stream_pack.convert(path, target)
     assert target.getvalue() == b""
     report = stream_pack.convert(path, target, spool_dir=tmp_path)

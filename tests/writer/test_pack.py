@@ -19,13 +19,15 @@ import xxhash
 from stream_pack.errors import LimitError, OptionError, SourceError, TruncatedSourceError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.dtypes import BY_NAME
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits, Zeros
+from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
 from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import write_pack
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
+from tests.support.spools import without_a_folder
 from tests.vectors import minimal_reader
 
 U8 = BY_NAME["uint8"]
@@ -88,6 +90,7 @@ def test_pieces_may_alternate_between_buffers(tmp_path: Path, jobs: int) -> None
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
+@pytest.mark.usefixtures("spools_on_disk")
 def test_a_stream_gets_the_same_bytes_and_what_comes_early_waits_on_disk(tmp_path: Path, jobs: int) -> None:
     script: list[Piece] = [
         (2, B[:7]),
@@ -113,7 +116,7 @@ def test_a_stream_gets_the_same_bytes_and_what_comes_early_waits_on_disk(tmp_pat
 def test_a_stream_without_a_place_for_the_spool_is_refused_with_the_bytes_it_may_need() -> None:
     script: list[Piece] = [(1, B), (0, A)]
     source = ScriptedSource({"a": len(A), "b": len(B)}, script)
-    with pytest.raises(LimitError, match=rf"{len(A) + len(B)} bytes .*--spool-dir"):
+    with without_a_folder(), pytest.raises(LimitError, match=rf"{len(A) + len(B)} bytes .*--spool-dir"):
         write(source, StreamSink(io.BytesIO()))
 
 

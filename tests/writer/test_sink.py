@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_pack.errors import OptionError, StateError
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
 
 Put = tuple[int, bytes]

@@ -20,7 +20,7 @@ from stream_pack.arguments.paths import require_path
 from stream_pack.errors import StateError
 from stream_pack.format.align import align_up
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, zeros
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.text import human_nbytes
 

@@ -14,7 +14,7 @@ from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.format.head import encode_footer, encode_head
 from stream_pack.format.header_kinds import KINDS, Front
 from stream_pack.format.layout import Layout, Policy, plan
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.text import quoted
 
 __all__ = ["HeldConstant", "Region", "assemble", "plan_region"]

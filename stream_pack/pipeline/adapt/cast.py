@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from stream_pack.format.checksum import zeros
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
-from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.pipeline.chunks import Chunk, Zeros
 
 __all__ = ["CastStream", "cast_bytes", "load_casts"]
 

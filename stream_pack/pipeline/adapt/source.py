@@ -13,7 +13,8 @@ from stream_pack.pipeline.adapt.cast import CastStream, load_casts
 from stream_pack.pipeline.adapt.cast_plan import CastStorages, cast_catalog
 from stream_pack.pipeline.adapt.cast_rules import CastRule, cast_targets
 from stream_pack.pipeline.adapt.select import Selection, select
-from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions
+from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions
 from stream_pack.text import listed
 
 __all__ = ["Adaptation", "AdaptedSource", "adapted"]

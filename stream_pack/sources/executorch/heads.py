@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 from stream_pack.errors import FormatError
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.pipeline.chunks import Chunk, Zeros
 
 __all__ = ["HeadsInFile", "HeadsInPipe", "OutOfOrder"]
 
@@ -84,22 +85,15 @@ class HeadsInPipe:
     def _held(self, begin: int, end: int) -> bool:
         return any(first <= begin and end <= first + len(head) for first, head in self.heads)
 
-    def spooled(self, spool: Spool) -> SpoolFile:
-        """All of the file on disk; what was passed over is zeros there."""
-        spooled = spool.open(
-            why="this ExecuTorch program comes through a pipe, and describes some constants after others", nbytes=None
-        )
-        try:
-            for begin, head in self.heads:
-                spooled.append_zeros(begin - spooled.nbytes)
-                spooled.append(head)
-            spooled.append_zeros(self.stream.position - spooled.nbytes)
-            while some := self.stream.read_some():
-                spooled.append(some)
-        except BaseException:
-            spooled.close()
-            raise
-        return spooled
+    def whole(self) -> Iterator[Chunk]:
+        """All of the file; what was passed over is zeros.  Nothing may be read here afterwards."""
+        position = 0
+        for begin, head in self.heads:
+            yield Zeros(begin - position)
+            yield head
+            position = begin + len(head)
+        yield Zeros(self.stream.position - position)
+        yield from iter(self.stream.read_some, b"")
 
     def _fetch(self, nbytes: int) -> memoryview:
         chunks = self.stream.chunks(nbytes, chunk_nbytes=STEP_NBYTES, what=_WHAT)

@@ -7,14 +7,13 @@ have the name that the program gives them, else ``constant/number`` and ``mutabl
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import numpy as np
 
-from stream_pack.errors import FormatError
+from stream_pack.errors import FormatError, LimitError
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.header_kinds import KINDS
@@ -22,8 +21,9 @@ from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.arrival import one_pass
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
-from stream_pack.pipeline.source import Chunk, Demand, Piece, Requests, Source, StreamOptions, Traits, Zeros
+from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.executorch.catalog import FILE, catalog_constants
 from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
@@ -38,7 +38,7 @@ __all__ = ["open_et_file"]
 DATA = "the constants"
 SPOOLED = (
     "the program describes some constants after others, so that they are known only at its end: all {} bytes were "
-    "spooled to a temporary file"
+    "spooled {}"
 )
 TAIL_NBYTES = len(Footer.MAGIC)
 
@@ -49,8 +49,8 @@ def open_et_file(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *,
     ``survey_of`` reads it.  A pipe that describes some constants only after others is spooled whole.
 
     Lifetime: the source owns ``stream``.
-    Raises: FormatError and TruncatedError for a file that is damaged, TruncatedSourceError; LimitError when there is
-    no spool.
+    Raises: FormatError and TruncatedError for a file that is damaged, TruncatedSourceError; LimitError when that needs
+    ``spool`` and it is None.
     """
     with ExitStack() as stack:
         spooled: SpoolFile | None = None
@@ -59,8 +59,10 @@ def open_et_file(stream: ByteStream, survey_of: Callable[[ReadFile], Survey], *,
             heads = HeadsInPipe(stream)
             survey = _forward(heads, survey_of)
             if survey is None:
-                spooled = stack.enter_context(heads.spooled(spool or Spool(None)))
-                os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from its current offset
+                why = "this ExecuTorch program comes through a pipe, and describes some constants after others"
+                if spool is None:
+                    raise LimitError(f"{why}: they are known once all of it has been read; save it to a file first")
+                spooled = stack.enter_context(spool.collect(heads.whole(), why=why))
                 stream.close()
                 stream = ByteStream(spooled.fileno())
         if stream.regular_file is not None:
@@ -122,13 +124,13 @@ class ExportedSource(Source):
             kind,
             chooses_order=stream.regular_file is not None,
             warnings=tuple(_warnings(survey, kind)),
-            remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes),),
+            remarks=() if spooled is None else (SPOOLED.format(spooled.nbytes, spooled.place),),
         )
         super().__init__(catalogued.catalog, traits)
 
     def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
         if self._file is not None:
-            return Demand(spool_nbytes=0 if self._spooled is None else self._spooled.nbytes)
+            return Demand()
         groups = groups_of(self._recipes, requests.storages.tolist())
         spool_nbytes = max((group.end - group.begin for group in groups), default=0)
         if not in_order:

@@ -10,7 +10,8 @@ import numpy as np
 
 from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.memory.numpy_arrays import describe_array
 from stream_pack.sources.memory.tensor import LiveTensor
 from stream_pack.text import quoted

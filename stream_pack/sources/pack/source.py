@@ -32,8 +32,9 @@ from stream_pack.format.proof import (
     truncated_head,
 )
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.scatter import Scatter
-from stream_pack.pipeline.source import Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.pack.block_runs import block_runs
 from stream_pack.text import quoted
 

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
-from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.pipeline.chunks import Chunk, Zeros
 from stream_pack.text import quoted
 
 __all__ = ["MIN_PART_CHUNK_NBYTES", "Box", "PartStream", "Rows", "assembled", "part_chunk_nbytes", "tiled", "trimmed"]

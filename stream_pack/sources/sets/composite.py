@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import StreamPackError, TruncatedSourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.file_state import FilesRead, FileState
-from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.text import quoted, shown
 
 __all__ = [

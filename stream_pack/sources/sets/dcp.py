@@ -18,8 +18,9 @@ from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pickles.globals import Storage, Tensor
 from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
+from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.file_state import FilesRead
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
     PartStream,

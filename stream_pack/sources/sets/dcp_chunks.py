@@ -20,8 +20,9 @@ from stream_pack.format.file_kinds import describe_start
 from stream_pack.pickles.globals import Tensor
 from stream_pack.pickles.state_dict import StateDict
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.chunks import Chunk
 from stream_pack.pipeline.file_state import FilesRead
-from stream_pack.pipeline.source import Chunk, Requests, StreamOptions
+from stream_pack.pipeline.source import Requests, StreamOptions
 from stream_pack.sources.sets.assembly import Box, Rows, tiled
 from stream_pack.sources.sets.composite import member_path, opened, say_where
 from stream_pack.sources.sets.dcp_metadata import METADATA, Place, ShardedTensor

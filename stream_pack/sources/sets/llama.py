@@ -15,8 +15,9 @@ import numpy as np
 from stream_pack.errors import SourceError, StreamPackError, UnsupportedCheckpointError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS, DTYPES
+from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.file_state import FilesRead
-from stream_pack.pipeline.source import Chunk, Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
     Box,

@@ -14,10 +14,11 @@ from typing import TypeAlias
 from stream_pack.pickles.globals import Storage
 from stream_pack.pipeline.arrival import in_any_order
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.gather import strided_chunks
 from stream_pack.pipeline.overlap import overlap
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
-from stream_pack.pipeline.source import Demand, Piece, Requests, Source, StreamOptions, Traits
+from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import SpoolFile
 from stream_pack.sources.torch_save.container import Container, Data, End, Event
 from stream_pack.sources.torch_save.tensors import catalog_tensors

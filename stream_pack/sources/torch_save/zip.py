@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from zlib import crc32
 
 from stream_pack.pickles.nesting import flattening
 from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
-from stream_pack.pipeline.source import Demand, Requests
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.torch_save.archive import TorchArchive, is_pickle
 from stream_pack.sources.torch_save.container import Data, End
@@ -22,7 +19,7 @@ __all__ = ["TorchZipSource"]
 
 SPOOLED = (
     "the archive's first record is not data.pkl, so that its tensors are known only at its end: all {} bytes were "
-    "spooled to a temporary file"
+    "spooled {}"
 )
 
 
@@ -48,22 +45,19 @@ class TorchZipSource(TorchSource):
     ) -> None:
         self._spooled: SpoolFile | None = None
         if spool is not None and stream.regular_file is None and not _begins_with_pickle(stream):
-            self._spooled = _spooled(stream, spool)
+            why = "the archive comes through a pipe and does not begin with data.pkl"
+            self._spooled = spool.collect(iter(stream.read_some, b""), why=why)
             stream.close()
             stream = ByteStream(self._spooled.fileno())
         try:
             self._archive = TorchArchive(stream, flatten=flatten or flattening(), watch=watch)
-            remarks = () if self._spooled is None else (SPOOLED.format(self._spooled.nbytes),)
+            spooled = self._spooled
+            remarks = () if spooled is None else (SPOOLED.format(spooled.nbytes, spooled.place),)
             super().__init__(stream, self._archive, kind="torch zip", remarks=remarks)
         except BaseException:
             if self._spooled is not None:
                 self._spooled.close()
             raise
-
-    def demand(self, requests: Requests, *, in_order: bool, chunk_nbytes: int) -> Demand:
-        demand = super().demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
-        spooled = 0 if self._spooled is None else self._spooled.nbytes
-        return replace(demand, spool_nbytes=demand.spool_nbytes + spooled)
 
     @property
     def unreferenced(self) -> int:
@@ -101,16 +95,3 @@ class TorchZipSource(TorchSource):
 def _begins_with_pickle(stream: ByteStream) -> bool:
     name = peek_name(stream)
     return name is None or is_pickle(name)  # what begins with no record is refused without a spool
-
-
-def _spooled(stream: ByteStream, spool: Spool) -> SpoolFile:
-    """All of ``stream`` in a temporary file."""
-    spooled = spool.open(why="the archive comes through a pipe and does not begin with data.pkl", nbytes=None)
-    try:
-        while some := stream.read_some():
-            spooled.append(some)
-        os.lseek(spooled.fileno(), 0, os.SEEK_SET)  # a file is read from its current offset
-    except BaseException:
-        spooled.close()
-        raise
-    return spooled

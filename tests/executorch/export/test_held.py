@@ -26,7 +26,7 @@ from stream_pack.executorch.export.held import Held, Holder
 from stream_pack.executorch.export.placeholder import HeldBytes, held_in
 from stream_pack.executorch.export.session import Export, activate
 from stream_pack.executorch.export.tensors import hold_tensor
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 
 MIB = 1 << 20
 

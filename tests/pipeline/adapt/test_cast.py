@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.pipeline.adapt.cast import CastStream, cast_bytes
-from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.pipeline.chunks import Chunk, Zeros
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FLOAT8 = tuple(name for name in BY_NAME if name.startswith("float8"))

@@ -16,12 +16,13 @@ from stream_pack.format.dtypes import BY_NAME
 from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation, adapted
-from stream_pack.pipeline.source import Zeros
+from stream_pack.pipeline.chunks import Zeros
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.sources.safetensors import SafetensorsSource
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from tests.sources.byte_sources import Dribble, file_stream, pipe_stream
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite, collect, options, requests_for
+from tests.support.spools import without_a_folder
 from tests.support.torch_zips import saved
 from tests.writer.test_pack import ScriptedSource
 
@@ -227,10 +228,11 @@ def test_a_refusal_closes_the_source_and_leaves_the_target_alone(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_sorting_a_pipe_into_a_stream_needs_a_spool_and_says_so_before_the_first_byte(tmp_path: Path) -> None:
     given = {"b": torch.arange(1000.0), "a": torch.arange(10.0)}
     out = io.BytesIO()
-    with pytest.raises(LimitError, match="4000 bytes"):
+    with without_a_folder(), pytest.raises(LimitError, match="4000 bytes"):
         stream_pack.convert(Dribble(saved(given), step=1000), out, order="name")
     assert out.getvalue() == b""
     report = stream_pack.convert(Dribble(saved(given), step=1000), out, order="name", spool_dir=tmp_path)

@@ -21,6 +21,7 @@ from stream_pack.sources.open import open_source
 from tests.sources.byte_sources import Dribble
 from tests.sources.source_suite import Expected, MakeSource, SourceSuite
 from tests.support.et_files import DataTensor, Named, data_file
+from tests.support.spools import without_a_folder
 
 VECTORS = Path(__file__).parent.parent.parent / "vectors" / "executorch"
 
@@ -140,6 +141,7 @@ def test_a_ptd_that_is_row_major_now_is_warned_of(tmp_path: Path) -> None:
         assert np.array_equal(view.numpy(), np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4))
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_a_pipe_waits_for_one_tensor_at_a_time(tmp_path: Path) -> None:
     array = np.arange(40_000, dtype="<f4").reshape(200, 200)
     columns = array.transpose(1, 0).tobytes()
@@ -200,5 +202,5 @@ def test_more_dims_than_numpy_has_are_refused(tmp_path: Path) -> None:
 
 def test_a_stream_to_a_stream_says_what_space_it_needs() -> None:
     tensor = DataTensor("w", "float32", (20, 30), (1, 0), bytes(2400))
-    with pytest.raises(LimitError, match="2400 bytes"):
+    with without_a_folder(), pytest.raises(LimitError, match="2400 bytes"):
         stream_pack.convert(Dribble(data_file([tensor]), step=64), io.BytesIO())

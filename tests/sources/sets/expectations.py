@@ -29,7 +29,7 @@ def read(source: Source, *, chunk_nbytes: int = 1000) -> dict[str, bytes]:
     """The bytes of every tensor, by name."""
     with source:
         tensors, requests = requests_for(source.catalog)
-        data = collect(source, requests, options(chunk_nbytes=chunk_nbytes, spool=Spool(None)))
+        data = collect(source, requests, options(chunk_nbytes=chunk_nbytes, spool=Spool("nowhere")))
         read = dict.fromkeys(source.catalog.names, b"")
         return read | {source.catalog.names[k]: bytes for k, bytes in zip(tensors, data, strict=True)}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stream_pack.errors import TruncatedSourceError, UnsupportedCheckpointError
-from stream_pack.pipeline.source import Chunk, Zeros
+from stream_pack.pipeline.chunks import Chunk, Zeros
 from stream_pack.sources.sets.assembly import Box, PartStream, Rows, assembled, part_chunk_nbytes, tiled, trimmed
 
 

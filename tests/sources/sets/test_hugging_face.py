@@ -101,7 +101,7 @@ def test_buffers_of_both_shards_in_turn_come_in_the_order_asked_for(tmp_path: Pa
             half = len(names) // 2
             mixed = [k for pair in zip(range(half), range(half, len(names))) for k in pair]
             tensors, requests = requests_for(source.catalog, mixed)
-            wanted = options(chunk_nbytes=16, jobs=jobs, in_order=True, spool=Spool(None))
+            wanted = options(chunk_nbytes=16, jobs=jobs, in_order=True, spool=Spool("nowhere"))
             pieces = [(buffer, bytes(chunk)) for buffer, chunk in source.stream(requests, wanted)]  # type: ignore[arg-type]
         buffers = [buffer for buffer, _ in pieces]
         assert buffers == sorted(buffers)
@@ -307,7 +307,7 @@ def test_a_damaged_tensor_that_nobody_wants_is_found_all_the_same(tmp_path: Path
         rows = [source.catalog.names.index(name) for name in ("embed", "scalar", "tied")]
         _, requests = requests_for(source.catalog, rows)
         with pytest.raises(SourceChecksumError, match=r"layers\.0\.w"):
-            collect(source, requests, options(in_order=True, spool=Spool(None)))
+            collect(source, requests, options(in_order=True, spool=Spool("nowhere")))
 
 
 def write_compressed(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -326,6 +326,7 @@ def write_compressed(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return write_index(folder / "m.index.json", weight_map), tensors | {"d": torch.ones(3)}
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_a_compressed_shard_that_comes_in_its_own_order_is_spooled_for_a_stream(tmp_path: Path) -> None:
     index, _ = write_compressed(tmp_path)
     stream_pack.convert(index, tmp_path / "file.pack")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import sys
+import tempfile
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ from tests.support.damage import (
     some_or_all,
     two_bits_of_each_byte,
 )
+from tests.support.spools import needs_memory_files, on_disk, without_a_folder
 from tests.support.torch_zips import as_torch_has_it, records, repacked, saved
 from tests.support.zips import Member, archive
 
@@ -214,11 +217,14 @@ class Forward:
         return self._file.write(data)
 
 
-def test_the_keys_of_an_archive_that_needs_the_spool_are_listed_given_a_folder(tmp_path: Path) -> None:
-    data = reordered("pickle last")
-    with pytest.raises(UnsupportedCheckpointError, match="first record is"):
-        stream_pack.list_keys(ByteSource(data))
-    (row,) = stream_pack.list_keys(ByteSource(data), spool_dir=tmp_path)
+@pytest.mark.parametrize("spool_dir", [True, False])
+@pytest.mark.parametrize("much", [True, False])
+def test_the_keys_of_an_archive_that_needs_the_spool_are_listed(
+    spool_dir: bool, much: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("gone" if spool_dir else "")))
+    with on_disk() if much else nullcontext():
+        (row,) = stream_pack.list_keys(ByteSource(reordered("pickle last")), spool_dir=tmp_path if spool_dir else None)
     assert isinstance(row, stream_pack.KeySummary)
     assert (row.path, row.kind, row.chosen) == ((), "dict", True)
     assert list(tmp_path.iterdir()) == []
@@ -230,14 +236,19 @@ def test_the_pickle_of_an_archive_that_needs_the_spool_is_read_under_the_limit(t
         open_source(ByteSource(data), spool=Spool(tmp_path), max_memory=1)
 
 
-def test_an_archive_that_needs_the_spool_says_so_and_is_refused_without_one(tmp_path: Path) -> None:
+@needs_memory_files
+def test_an_archive_that_needs_the_spool_says_so(tmp_path: Path) -> None:
     data = reordered("pickle last")
     report = stream_pack.convert(ByteSource(data), tmp_path / "pack")
+    assert report.spool_nbytes == 0
+    assert f"all {len(data)} bytes were spooled in memory" in report.remarks[-1]
+    with on_disk():
+        report = stream_pack.convert(ByteSource(data), tmp_path / "pack")
     assert report.spool_nbytes == len(data)
-    assert f"all {len(data)} bytes were spooled to a temporary file" in report.remarks[-1]
-    with pytest.raises(LimitError, match="does not begin with data.pkl.*all of it.*--spool-dir"):
+    assert f"all {len(data)} bytes were spooled on disk" in report.remarks[-1]
+    with without_a_folder(), pytest.raises(LimitError, match="does not begin with data.pkl.*--spool-dir"):
         stream_pack.convert(ByteSource(data), Forward(io.BufferedWriter(Pipe())))
-    with pytest.raises(UnsupportedCheckpointError, match=r"first record is .*disk space for the whole archive"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"first record is .*"):
         stream_pack.forecast(ByteSource(data))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pack"]
 
@@ -261,6 +272,7 @@ def mixed(parts: dict[str, bytes], *, deflated: Container[str]) -> bytes:
     return target.getvalue()
 
 
+@pytest.mark.usefixtures("spools_on_disk")
 def test_what_waits_of_a_file_that_is_deflated_in_part_is_foretold(tmp_path: Path) -> None:
     """The first storage is stored, and the directory tells of the others."""
     parts = records(saved({f"t{k}": torch.full((1000,), float(k)) for k in range(4)}))
