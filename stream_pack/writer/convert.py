@@ -21,9 +21,10 @@ from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import MEMORY_NBYTES, Spool
 from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, FileAt, open_source
+from stream_pack.writer.flow import CHUNK_NBYTES, Progress
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
-from stream_pack.writer.pack import CHUNK_NBYTES, Progress, write_pack
+from stream_pack.writer.pack import write_pack
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 
 if TYPE_CHECKING:

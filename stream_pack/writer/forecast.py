@@ -20,6 +20,6 @@ def forecast_pack(source: Source, settings: PackSettings, *, to_stream: bool) ->
     return Forecast(
         **asdict(prepared.sizes),
         buffers=len(prepared.layout.buffer_storages),
-        spool_nbytes=prepared.spool_nbytes,
-        peak_memory_nbytes=prepared.budget.peak_nbytes,
+        spool_nbytes=prepared.needs.spool_nbytes,
+        peak_memory_nbytes=prepared.needs.budget.peak_nbytes,
     )

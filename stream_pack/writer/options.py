@@ -19,7 +19,8 @@ from stream_pack.pickles.nesting import Key
 from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Order, Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation
-from stream_pack.writer.pack import CHUNK_NBYTES, Progress, default_jobs
+from stream_pack.writer.flow import CHUNK_NBYTES, Progress, default_jobs
+from stream_pack.writer.needs import Means
 from stream_pack.writer.plan import PackSettings
 
 __all__ = ["ConvertOptions", "Patterns", "Renames"]
@@ -97,9 +98,7 @@ class ConvertOptions:
             policy=self.policy,
             metadata=self.metadata or {},
             strict=self.strict,
-            chunk_nbytes=self.chunk_nbytes,
-            jobs=self.jobs or default_jobs(),
-            max_memory=self.max_memory,
+            means=Means(self.chunk_nbytes, self.jobs or default_jobs(), self.max_memory),
         )
 
 

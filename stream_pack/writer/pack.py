@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from typing import TypeAlias
 
-from stream_pack.arguments.jobs import cores
-from stream_pack.errors import StreamPackError
 from stream_pack.format.head import EncodedHead, Head, encode_footer
 from stream_pack.format.layout import Layout
 from stream_pack.format.records import Footer
-from stream_pack.pipeline.budget import Budget
 from stream_pack.pipeline.chunks import Chunk, Piece
-from stream_pack.pipeline.overlap import overlap
-from stream_pack.pipeline.source import Source, StreamOptions
+from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
 from stream_pack.report import Report
+from stream_pack.writer.flow import Progress, flow
 from stream_pack.writer.plan import PackSettings, prepare, refuse_warnings, requests_of
-from stream_pack.writer.region import RegionHasher, in_turn, weight
+from stream_pack.writer.region import RegionHasher
 from stream_pack.writer.sink import Sink
 
-__all__ = ["CHUNK_NBYTES", "PackWriter", "Progress", "default_jobs", "write_pack"]
-
-Progress: TypeAlias = Callable[[int, int], None]
-"""Called with (bytes of the region written, bytes it has); the zeros of wide gaps are never counted as written."""
-
-CHUNK_NBYTES = 1 << 20
-"""Bytes moved in one step: they stay in a core's own cache between read, hash and write."""
-
-MAX_JOBS = 4
-"""Stages that can overlap: read, check the source, hash, write."""
-
-
-def default_jobs() -> int:
-    """Threads to use by default: one a core, up to the number of stages."""
-    return min(MAX_JOBS, cores())
+__all__ = ["PackWriter", "write_pack"]
 
 
 class PackWriter:
@@ -105,21 +87,26 @@ def write_pack(
     """
     began = time.perf_counter()
     prepared = prepare(source, settings, in_order=sink.in_order)
+    needs = prepared.needs
     spool.allot(
-        memory_nbytes=prepared.waiting_nbytes,
-        disk_nbytes=prepared.spool_nbytes,
+        memory_nbytes=needs.waiting_nbytes,
+        disk_nbytes=needs.spool_nbytes,
         why=f"a {source.traits.kind} from a pipe, with strided or out-of-order tensors",
     )
     writer = PackWriter(prepared.layout, prepared.encoded, sink)
     writer.start(reserve=not source.traits.sparse)
     if settings.strict:  # now the sink has all of its own; a stream has none
         refuse_warnings(sink.warnings)
-    try:
-        _stream(source, writer, sink, prepared.budget, spool=spool, progress=progress)
-    except StreamPackError:
-        source.check_unchanged()  # a file that was changed meanwhile explains its damage
-        raise
-    source.check_unchanged()
+    flow(
+        source,
+        requests_of(prepared.layout),
+        sink,
+        needs.budget,
+        place=writer.hash,
+        spool=spool,
+        progress=progress,
+        total_nbytes=prepared.layout.region_nbytes,
+    )
     checksum = writer.finish()
     sizes = prepared.sizes
     sizes = replace(sizes, warnings=sizes.warnings + sink.warnings, remarks=sizes.remarks + sink.remarks)
@@ -130,36 +117,3 @@ def write_pack(
         checksum=checksum,
         verification=source.verification,
     )
-
-
-def _stream(
-    source: Source, writer: PackWriter, sink: Sink, limits: Budget, *, spool: Spool, progress: Progress | None
-) -> None:
-    """Read, hash and write the region, in as many threads as ``limits`` allows."""
-    requests = requests_of(writer.layout)
-    options = StreamOptions(
-        chunk_nbytes=limits.chunk_nbytes,
-        jobs=limits.jobs,
-        in_order=sink.in_order,
-        spool=spool,
-        window_nbytes=limits.window_nbytes,
-    )
-    pieces = source.stream(requests, options)
-    if sink.in_order:
-        pieces = in_turn(pieces, requests.nbytes, spool, chunk_nbytes=limits.chunk_nbytes)
-    if limits.jobs > 1:
-        pieces = overlap(pieces, weigh=weight)
-    hashed = writer.hash(pieces)
-    if limits.jobs > 2:
-        hashed = overlap(hashed, weigh=weight)
-    written = 0
-    try:
-        for file_offset, chunk in hashed:
-            sink.put(file_offset, chunk)
-            written += len(chunk)
-            if progress is not None:
-                progress(written, writer.layout.region_nbytes)
-    finally:
-        # From the outermost generator in, so that every thread ends before the source is closed.
-        if isinstance(hashed, Generator):
-            hashed.close()

@@ -6,23 +6,21 @@ Forecast and conversion both begin with :func:`prepare`, so each refuses what th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from stream_pack.errors import LimitError, StrictError
+from stream_pack.errors import StrictError
 from stream_pack.et_files.layouts import ORDER_NOTE
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.head import EncodedHead, encode_head
 from stream_pack.format.header_kinds import Front, verifier_tensors
 from stream_pack.format.layout import Layout, Policy, plan
 from stream_pack.pipeline.adapt.cast_plan import count_casts
-from stream_pack.pipeline.arrival import waiting_nbytes
-from stream_pack.pipeline.budget import Budget, allow_memory, budget
-from stream_pack.pipeline.memory import anonymous_nbytes, trim_heap
+from stream_pack.pipeline.budget import allow_memory
+from stream_pack.pipeline.memory import trim_heap
 from stream_pack.pipeline.source import Requests, Source
-from stream_pack.pipeline.spool import MEMORY_NBYTES
 from stream_pack.report import Sizes
 from stream_pack.text import counted, listed
+from stream_pack.writer.needs import Means, Needs, needs_of
 
 __all__ = ["PackSettings", "Prepared", "prepare", "refuse_warnings", "requests_of", "warnings_of"]
 
@@ -46,8 +44,7 @@ METADATA_COPIES = 6
 class PackSettings:
     """How a source is packed.
 
-    ``front``: whose header the pack begins with.  ``metadata``: added to the source's own.  ``chunk_nbytes``, ``jobs``:
-    the most that is wanted, which ``max_memory`` bytes of memory, if given, may not allow.  ``strict``: warnings are
+    ``front``: whose header the pack begins with.  ``metadata``: added to the source's own.  ``strict``: warnings are
     errors.
     """
 
@@ -55,25 +52,20 @@ class PackSettings:
     policy: Policy
     metadata: Mapping[str, str]
     strict: bool
-    chunk_nbytes: int
-    jobs: int
-    max_memory: int | None
+    means: Means
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A conversion that may begin.
 
-    ``encoded`` is the head that describes ``layout``; ``sizes`` is what a report says about both.  ``spool_nbytes`` is
-    temporary disk space; ``waiting_nbytes`` is what may wait in memory instead.
+    ``encoded`` is the head that describes ``layout``; ``sizes`` is what a report says about both.
     """
 
     layout: Layout
     encoded: EncodedHead
     sizes: Sizes
-    budget: Budget
-    spool_nbytes: int
-    waiting_nbytes: int
+    needs: Needs
 
 
 def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepared:
@@ -85,41 +77,22 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
     source.refuse(range(len(catalog)))
     if settings.metadata:
         catalog = replace(catalog, metadata={**catalog.metadata, **settings.metadata})
-    _allow_planning(catalog, settings.max_memory)
+    _allow_planning(catalog, settings.means.max_memory)
     layout = plan(catalog, settings.policy)
     encoded = encode_head(layout, settings.front)
     trim_heap()
-    # Under a limit the chunks depend on what this very process holds, so nothing is made of their length.
-    unit = settings.chunk_nbytes if settings.max_memory is None else 1
-    spool_nbytes = _spool_nbytes(source, layout, chunk_nbytes=unit, in_order=in_order)
-    needs, waiting = _budget(source, layout, settings, spool_nbytes)
+    needs = needs_of(
+        source,
+        requests_of(layout),
+        settings.means,
+        tensors=len(layout.index),
+        blocks=layout.index.checksums_nbytes // 8,
+        in_order=in_order,
+    )
     sizes = _sizes_of(source, catalog, layout, encoded, settings.front)
     if settings.strict:
         refuse_warnings(sizes.warnings)
-    return Prepared(layout, encoded, sizes, needs, 0 if spool_nbytes <= waiting else spool_nbytes, waiting)
-
-
-def _budget(source: Source, layout: Layout, settings: PackSettings, spool_nbytes: int) -> tuple[Budget, int]:
-    """The memory of the conversion, and how much of the spool may be in it: all that is needed, or nothing."""
-
-    def with_waiting(nbytes: int) -> Budget:
-        return budget(
-            max_memory=settings.max_memory,
-            chunk_nbytes=settings.chunk_nbytes,
-            jobs=settings.jobs,
-            tensors=len(layout.index),
-            blocks=layout.index.checksums_nbytes // 8,
-            source_nbytes=source.traits.held_nbytes + nbytes,
-            held_nbytes=anonymous_nbytes(),
-        )
-
-    if spool_nbytes > MEMORY_NBYTES:
-        return with_waiting(0), 0
-    if settings.max_memory is None:
-        return with_waiting(spool_nbytes), MEMORY_NBYTES  # also for what comes out of order against the plan
-    with suppress(LimitError):
-        return with_waiting(spool_nbytes), spool_nbytes
-    return with_waiting(0), 0
+    return Prepared(layout, encoded, sizes, needs)
 
 
 def refuse_warnings(warnings: tuple[str, ...]) -> None:
@@ -147,20 +120,6 @@ def _allow_planning(catalog: Catalog, max_memory: int | None) -> None:
 def requests_of(layout: Layout) -> Requests:
     """What ``layout`` wants of the source."""
     return Requests(layout.buffer_storages, layout.buffer_starts, layout.index.buffer_nbytes)
-
-
-def _spool_nbytes(source: Source, layout: Layout, *, chunk_nbytes: int, in_order: bool) -> int:
-    """Temporary space that the conversion takes at its peak, in bytes.
-
-    ``in_order``: the pack is written to a stream, so bytes that come before their turn have to wait.  ``chunk_nbytes``:
-    as for :meth:`stream_pack.pipeline.source.Source.demand`.  This is never too little, and 0 only where nothing waits,
-    unless a pipe brings the first of its storages in the order that is expected, and a later one not.
-    """
-    requests = requests_of(layout)
-    demand = source.demand(requests, in_order=in_order, chunk_nbytes=chunk_nbytes)
-    if demand.arrival is None:
-        return demand.spool_nbytes
-    return demand.spool_nbytes + waiting_nbytes(demand.arrival, requests.nbytes)
 
 
 def _sizes_of(source: Source, catalog: Catalog, layout: Layout, encoded: EncodedHead, front: Front) -> Sizes:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from stream_pack.sources import open as opening
-from stream_pack.writer import convert, plan
+from stream_pack.writer import convert, needs
 
 __all__ = ["needs_memory_files", "on_disk", "without_a_folder"]
 
@@ -21,7 +21,7 @@ needs_memory_files = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason=
 def on_disk() -> Iterator[None]:
     """Inside, nothing waits in memory, as on a system that has no files in memory."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (opening, convert, plan):
+        for module in (opening, convert, needs):
             patch.setattr(module, "MEMORY_NBYTES", 0)
         yield
 
