@@ -18,6 +18,8 @@ from stream_pack.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from stream_pack import executorch, metal
+    from stream_pack.extraction.extract import extract, forecast_extract
+    from stream_pack.extraction.report import ExtractedFile, ExtractForecast, ExtractReport
     from stream_pack.format.align import Alignment
     from stream_pack.inspection.inspect import inspect
     from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, InspectedTensor, Inspection
@@ -27,17 +29,20 @@ if TYPE_CHECKING:
     from stream_pack.reader.safe_open import SafeOpen, SafeSlice, load_file, safe_open
     from stream_pack.reader.verify import verify
     from stream_pack.reader.views import TensorSlice, View
-    from stream_pack.report import Forecast, Report, Sizes
     from stream_pack.sources.open import list_keys
     from stream_pack.writer.convert import convert, forecast, save_file
     from stream_pack.writer.incremental import Spec, Writer
     from stream_pack.writer.parallel import ParallelWriter, Part, PartWriter
+    from stream_pack.writer.report import Forecast, Report, Sizes
     from stream_pack.writer.sink import BinaryWriter
 
 __all__ = [
     "Alignment",
     "BinaryWriter",
     "Damage",
+    "ExtractForecast",
+    "ExtractReport",
+    "ExtractedFile",
     "Forecast",
     "InspectedPart",
     "InspectedPayload",
@@ -60,7 +65,9 @@ __all__ = [
     "__version__",
     "convert",
     "executorch",
+    "extract",
     "forecast",
+    "forecast_extract",
     "inspect",
     "list_keys",
     "load_file",
@@ -74,6 +81,8 @@ __all__ += errors.__all__
 __all__.sort()
 
 _NAMES = {
+    "stream_pack.extraction.extract": ("extract", "forecast_extract"),
+    "stream_pack.extraction.report": ("ExtractForecast", "ExtractReport", "ExtractedFile"),
     "stream_pack.format.align": ("Alignment",),
     "stream_pack.inspection.inspect": ("inspect",),
     "stream_pack.inspection.inspection": ("InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"),
@@ -82,7 +91,7 @@ _NAMES = {
     "stream_pack.reader.safe_open": ("SafeOpen", "SafeSlice", "load_file", "safe_open"),
     "stream_pack.reader.verify": ("verify",),
     "stream_pack.reader.views": ("TensorSlice", "View"),
-    "stream_pack.report": ("Forecast", "Report", "Sizes"),
+    "stream_pack.writer.report": ("Forecast", "Report", "Sizes"),
     "stream_pack.sources.open": ("list_keys",),
     "stream_pack.pickles.outline": ("KeySummary",),
     "stream_pack.writer.convert": ("convert", "forecast", "save_file"),

@@ -81,4 +81,4 @@ def test_the_readme_is_short_and_shows_commands_their_output_and_a_program() -> 
     assert set(languages) == {"sh", "console", "python"}
     (console,) = [block for block in blocks_of("README.md") if block.language == "console"]
     words = [command.split()[1] for command, _ in commands_of(console.text)]
-    assert words == ["convert", "inspect", "verify"]
+    assert words == ["convert", "inspect", "verify", "extract", "extract"]

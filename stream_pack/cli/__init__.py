@@ -1,9 +1,9 @@
 """The command line: ``stream-pack``, or ``python -m stream_pack``.
 
-``convert``, ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its call of the library,
-what it prints.  ``arguments`` has what they share, ``terminal`` the standard streams, ``progress`` the progress bar,
-``exits`` the exit codes.  :func:`main` turns arguments into an exit code; NumPy is not imported before a command needs
-it.
+``convert``, ``extract``, ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its call of
+the library, what it prints.  ``arguments`` has what they share, ``reading`` what those share that read a checkpoint,
+``terminal`` the standard streams, ``progress`` the progress bar, ``exits`` the exit codes.  :func:`main` turns
+arguments into an exit code; NumPy is not imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stream_pack._version import __version__
 from stream_pack.cli.arguments import STANDARD, Command, shown_path
 from stream_pack.cli.convert import CONVERT
 from stream_pack.cli.exits import BROKEN_PIPE, DAMAGE, DONE, INPUT, MACHINE, USAGE, UsageError
+from stream_pack.cli.extract import EXTRACT
 from stream_pack.cli.inspect import INSPECT
 from stream_pack.cli.metal_plan import METAL_PLAN
 from stream_pack.cli.terminal import Standard, complain, say
@@ -43,7 +44,13 @@ from stream_pack.text import printable
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS: dict[str, Command] = {"convert": CONVERT, "inspect": INSPECT, "verify": VERIFY, "metal-plan": METAL_PLAN}
+COMMANDS: dict[str, Command] = {
+    "convert": CONVERT,
+    "extract": EXTRACT,
+    "inspect": INSPECT,
+    "verify": VERIFY,
+    "metal-plan": METAL_PLAN,
+}
 
 _EXIT_CODES = """\
 exit codes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stream_pack.arguments.paths import require_path
@@ -13,7 +13,6 @@ from stream_pack.cli.arguments import (
     STANDARD,
     Command,
     add_flag,
-    add_jobs,
     add_offset,
     add_option,
     key_value,
@@ -21,16 +20,15 @@ from stream_pack.cli.arguments import (
     shown_path,
 )
 from stream_pack.cli.exits import DONE, UsageError
-from stream_pack.cli.progress import Progress, progress_bar
+from stream_pack.cli.progress import progress_bar
+from stream_pack.cli.reading import add_keys, add_selection, add_streaming, convert_options, note_all, source_of
 from stream_pack.cli.terminal import Standard, note, say
-from stream_pack.errors import LimitError
-from stream_pack.text import human_nbytes, printable, quoted
+from stream_pack.text import human_nbytes, printable
 
 if TYPE_CHECKING:
     from stream_pack.pickles.outline import KeySummary
-    from stream_pack.report import Report, Sizes
     from stream_pack.sources.open import FileAt
-    from stream_pack.writer.options import ConvertOptions
+    from stream_pack.writer.report import Report
 
 __all__ = ["CONVERT"]
 
@@ -56,53 +54,11 @@ def _add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None
         "delegate, or a .ptd; tensors and checksums are the same",
     )
     add_offset(parser)
-    _add_keys(parser)
-    _add_selection(parser)
-    _add_layout(parser)
-    text = "folder for temporary files, which some pipes need (default: TARGET's folder; the system's if TARGET is -)"
-    add_option(parser, "--spool-dir", "FOLDER", text)
-    text = "memory limit (resident anonymous pages, the interpreter included); fails at the start if it is too low"
-    add_option(parser, "--max-memory", "NBYTES", text, type=nbytes)
-    text = "make warnings errors (exit code 3), such as a pattern or rule that has no effect; nothing is written then"
-    add_flag(parser, "--strict", text=text)
-    text = "print what would be done and write nothing; reads no tensor data, and only the head of a pipe"
-    add_flag(parser, "--dry-run", text=text)
-    add_jobs(parser, "one per core, at most 4")
-    text = "print the report as JSON: to stdout, or to stderr if TARGET is -"
-    add_flag(parser, "--json", text=text)
-    text = "no progress bar and no summary, only errors and warnings"
-    add_flag(parser, "--quiet", "-q", text=text)
-
-
-def _add_keys(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "training checkpoints",
-        "A flat state dict is used as is. In a nested checkpoint, the dict under state_dict, model or "
-        "model_state_dict is used if exactly one of these keys holds tensors; otherwise --key must choose one.",
-    )
-    text = "use what is under this key; a.b, or --key a --key b, means b inside a; . means everything; the items of "
-    text += "lists, and keys that are numbers, are given as numbers: optimizer.state.0"
-    add_option(group, "--key", "KEY", text, repeated=True)
     text = "print which keys hold tensors, how many and how large, and write nothing"
-    add_flag(group, "--list-keys", text=text)
-    text = "skip objects that need code to load, and all they contain, instead of failing"
-    add_flag(group, "--ignore-unknown", text=text)
-
-
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "tensors, names and dtypes",
-        "Globs (*, ?, [...]) match whole tensor names of the source. All but --order can be repeated.",
-    )
-    add_option(group, "--include", "GLOB", "take only tensors that match", repeated=True)
-    add_option(group, "--exclude", "GLOB", "leave out tensors that match; they are not judged", repeated=True)
-    text = "replace the first match of a Python regular expression in each name; a g at the end replaces every match"
-    add_option(group, "--rename", "s/REGEX/NEW/", text, repeated=True)
-    text = "cast floats to f16, bf16, f32 or f64, or those that match GLOB, and float8 that does; keep instead of a "
-    text += "dtype leaves them as they are; the first rule that matches applies"
-    add_option(group, "--dtype", "[GLOB=]DTYPE", text, repeated=True)
-    text = "order of the tensors: as in the source (default), or by name"
-    group.add_argument("--order", choices=("source", "name"), help=text)
+    add_flag(add_keys(parser), "--list-keys", text=text)
+    add_selection(parser)
+    _add_layout(parser)
+    add_streaming(parser, "TARGET")
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +78,7 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     _check_paths(arguments)
     if arguments.list_keys:
         _check_alone(arguments)
-    source = _source(arguments, standard)
+    source = source_of(arguments, standard)
     if arguments.list_keys:
         return _list_keys(source, arguments, standard)
     to_stdout = arguments.target == STANDARD
@@ -135,15 +91,13 @@ def _run(arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.writer.convert import convert_with
 
     with progress_bar(wanted=not arguments.quiet) as progress:
-        report = convert_with(source, target, _options(arguments, progress))
+        report = convert_with(source, target, convert_options(arguments, progress))
     _print_report(report, arguments, standard)
     return DONE
 
 
 def _check_paths(arguments: argparse.Namespace) -> None:
     """Raises: OptionError for an empty path, or a URL."""
-    if arguments.source != STANDARD:
-        require_path("SOURCE", arguments.source, "source")
     if arguments.target not in (None, STANDARD):
         require_path("TARGET", arguments.target, "target")
     if arguments.spool_dir is not None:
@@ -156,48 +110,6 @@ def _check_alone(arguments: argparse.Namespace) -> None:
     idle = ["--" + name.replace("_", "-") for name in given if name not in _WITH_LIST_KEYS]
     if idle:
         raise UsageError(f"--list-keys only prints keys: {', '.join(idle)} would have no effect")
-
-
-def _source(arguments: argparse.Namespace, standard: Standard) -> str | int | FileAt:
-    path: str = arguments.source
-    if not arguments.offset:
-        return standard.source() if path == STANDARD else path
-    if path == STANDARD:
-        raise UsageError("--offset needs a file: stdin is read from its current position")
-    from stream_pack.sources.open import FileAt
-
-    return FileAt(path, arguments.offset)
-
-
-def _options(arguments: argparse.Namespace, progress: Progress | None = None) -> ConvertOptions:
-    """The arguments that are options of the library, which knows the defaults of those not given."""
-    from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
-    from stream_pack.writer.options import ConvertOptions
-
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    names = [field.name for field in fields(ConvertOptions)]
-    options = {name: given[name] for name in names if name in given}
-    if len(given.get("key", ())) == 1:  # a dotted path; several are the steps of one
-        (options["key"],) = given["key"]
-        if not options["key"]:  # a variable that was not set; the key "" itself is the step after another, or key=[""]
-            raise UsageError("--key is empty: expected the names of keys, or '.' for everything")
-    options["metadata"] = _metadata(given.get("metadata", ()))
-    small = given.get("alignment", DEFAULT_ALIGNMENT.small)
-    large = given.get("large_alignment", max(small, DEFAULT_ALIGNMENT.large))
-    announce = None if arguments.quiet else note
-    try:
-        options["alignment"] = Alignment(small=small, large=large)
-        return ConvertOptions(**options, progress=progress, announce=announce)
-    except LimitError as error:
-        raise UsageError(str(error)) from None
-
-
-def _metadata(pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    metadata: dict[str, str] = {}
-    for key, value in pairs:
-        if metadata.setdefault(key, value) != value:
-            raise UsageError(f"--metadata {quoted(key)} is given twice, with two values")
-    return metadata
 
 
 def _list_keys(source: str | int | FileAt, arguments: argparse.Namespace, standard: Standard) -> int:
@@ -223,22 +135,14 @@ def _table(rows: Sequence[KeySummary]) -> str:
 def _dry_run(source: str | int | FileAt, arguments: argparse.Namespace, standard: Standard) -> int:
     from stream_pack.writer.convert import forecast_with
 
-    plan = forecast_with(source, _options(arguments), to_stream=arguments.target == STANDARD)
-    _note_all(plan, arguments)
+    plan = forecast_with(source, convert_options(arguments), to_stream=arguments.target == STANDARD)
+    note_all(plan, arguments)
     standard.write(json.dumps(plan.to_json()) if arguments.json else plan.to_text())
     return DONE
 
 
-def _note_all(sizes: Sizes, arguments: argparse.Namespace) -> None:
-    for warning in sizes.warnings:
-        note(f"warning: {warning}")
-    if not arguments.quiet:
-        for remark in sizes.remarks:
-            note(f"note: {remark}")
-
-
 def _print_report(report: Report, arguments: argparse.Namespace, standard: Standard) -> None:
-    _note_all(report, arguments)
+    note_all(report, arguments)
     if arguments.json:
         show = say if arguments.target == STANDARD else standard.write
         show(json.dumps({"source": arguments.source, "target": arguments.target, **report.to_json()}))

@@ -20,7 +20,7 @@ from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.limits import MAX_NBYTES, MAX_TENSORS
 
-__all__ = ["Layout", "Policy", "plan"]
+__all__ = ["Layout", "Policy", "plan", "refuse_blowup"]
 
 MAX_BLOWUP = 4
 BLOWUP_FLOOR_NBYTES = 1 << 20
@@ -94,16 +94,7 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
     region_nbytes = align_up(end, PAGE_NBYTES)
 
     stored_nbytes = int(buffer_nbytes.sum())
-    uncast_nbytes = _uncast_nbytes(catalog, owners)
-    used_nbytes = _used_nbytes(catalog, used)
-    if uncast_nbytes > MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES and not policy.allow_blowup:
-        raise LimitError(
-            f"{used_nbytes} bytes of the source would become {uncast_nbytes} bytes of the pack, more than "
-            f"{MAX_BLOWUP} times as many: the source holds expanded tensors or many overlapping views; "
-            "allow it with --allow-blowup (allow_blowup=True)",
-            value=uncast_nbytes,
-            limit=MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES,
-        )
+    uncast_nbytes, used_nbytes = refuse_blowup(catalog, owners, allow_blowup=policy.allow_blowup)
 
     tensors_nbytes = int(catalog.nbytes.sum())
     return Layout(
@@ -119,6 +110,25 @@ def plan(catalog: Catalog, policy: Policy) -> Layout:
         cast_nbytes=stored_nbytes - uncast_nbytes,
         padding_nbytes=region_nbytes - stored_nbytes,
     )
+
+
+def refuse_blowup(catalog: Catalog, rows: NDArray[np.integer], *, allow_blowup: bool) -> tuple[int, int]:
+    """What tensors come to if each of ``rows`` is written once, and the bytes of the source that they are made from.
+
+    Both are counted before a cast.  Raises: LimitError if the one is far more than the other.
+    """
+    uncast_nbytes = _uncast_nbytes(catalog, rows)
+    used_nbytes = _used_nbytes(catalog, np.flatnonzero(catalog.nbytes > 0))
+    limit = MAX_BLOWUP * used_nbytes + BLOWUP_FLOOR_NBYTES
+    if uncast_nbytes > limit and not allow_blowup:
+        raise LimitError(
+            f"{used_nbytes} bytes of the source would become {uncast_nbytes} bytes of the target, more than "
+            f"{MAX_BLOWUP} times as many: the source holds expanded tensors or many overlapping views; "
+            "allow it with --allow-blowup (allow_blowup=True)",
+            value=uncast_nbytes,
+            limit=limit,
+        )
+    return uncast_nbytes, used_nbytes
 
 
 def _index(
@@ -246,7 +256,7 @@ def _cluster_hosts(
     return host_rows
 
 
-def _uncast_nbytes(catalog: Catalog, owners: NDArray[np.int64]) -> int:
+def _uncast_nbytes(catalog: Catalog, owners: NDArray[np.integer]) -> int:
     """What the buffers would come to if no tensor were cast."""
     nbytes = catalog.nbytes[owners]
     if catalog.source_dtypes is not None:

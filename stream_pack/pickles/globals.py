@@ -20,7 +20,17 @@ from stream_pack.pickles.dtensor import DTENSOR_NAMES, is_dtensor, local_tensor
 from stream_pack.pickles.unpickler import Callee, Opaque, malformed
 from stream_pack.text import quoted
 
-__all__ = ["MAX_NUMBER", "TABLE", "Storage", "Tensor", "TorchObjects", "TypedStorage", "Unpackable", "of_dtype"]
+__all__ = [
+    "MAX_NUMBER",
+    "STORAGE_CLASSES",
+    "TABLE",
+    "Storage",
+    "Tensor",
+    "TorchObjects",
+    "TypedStorage",
+    "Unpackable",
+    "of_dtype",
+]
 
 MAX_NUMBER = 2**63 - 1
 """torch counts in signed 64-bit integers."""
@@ -184,6 +194,13 @@ _STORAGES: dict[str, tuple[str | None, int]] = {
     "torch.UntypedStorage": (None, 1),
 }
 """Element type and length of each of torch's storage classes; the numel of an untyped one counts bytes."""
+
+STORAGE_CLASSES: dict[str, str] = {
+    dtype: name.replace(".", " ")
+    for name, (dtype, _) in _STORAGES.items()
+    if dtype is not None and not name.startswith("torch.cuda.")
+}
+"""The class of a storage, by torch's name of its dtype, as a pickle calls it: its module and its own name."""
 
 
 def _tensor(

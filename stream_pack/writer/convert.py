@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,18 +18,22 @@ from stream_pack.pipeline.adapt.select import Order
 from stream_pack.pipeline.adapt.source import adapted
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import MEMORY_NBYTES, Spool
-from stream_pack.report import Forecast, Report
 from stream_pack.sources.open import Convertible, FileAt, open_source
+from stream_pack.sources.sets.companions import companions
+from stream_pack.text import listed
 from stream_pack.writer.flow import CHUNK_NBYTES, Progress
 from stream_pack.writer.forecast import forecast_pack
 from stream_pack.writer.options import ConvertOptions, Patterns, Renames
 from stream_pack.writer.pack import write_pack
+from stream_pack.writer.report import Forecast, Report
 from stream_pack.writer.sink import BinaryWriter, Sink, file_identity, open_sink
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["convert", "convert_with", "forecast", "forecast_with", "save_file"]
+__all__ = [
+    "convert", "convert_with", "forecast", "forecast_with", "open_for", "refuse_overwriting", "save_file", "spool_for",
+]  # fmt: skip
 
 
 def convert(
@@ -186,34 +189,48 @@ def convert_with(
     front: Front | None = None,
 ) -> Report:
     """:func:`convert`, given its options as one object.  ``front`` replaces that of ``options``."""
-    with ExitStack() as stack:
-        sink = stack.enter_context(open_sink(target))
-        _refuse_overwriting(source, sink)
-        # How long an archive is that has to be read whole before its tensors are known, nobody can tell: no memory for
-        # it under a limit.  What waits later is planned.
-        memory_nbytes = MEMORY_NBYTES if options.max_memory is None else 0
-        folder = sink.folder if options.spool_dir is None else options.spool_dir
-        spool = Spool(folder, memory_nbytes=memory_nbytes, announce=options.announce)
-        opened = stack.enter_context(_open(source, options, spool))
+    with open_sink(target) as sink:
+        refuse_overwriting(source, sink)
+        spool = spool_for(sink.folder, options)
         settings = options.settings if front is None else replace(options.settings, front=front)
-        taken = adapted(opened, options.adaptation)
-        return write_pack(taken, sink, settings, spool=spool, progress=options.progress)
+        with open_for(source, options, spool) as opened:
+            taken = _taken(source, opened, options)
+            return write_pack(taken, sink, settings, spool=spool, progress=options.progress)
 
 
 def forecast_with(source: Convertible, options: ConvertOptions, *, to_stream: bool) -> Forecast:
     """:func:`forecast`, given its options as one object."""
-    with _open(source, options) as opened:
-        taken = adapted(opened, options.adaptation)
+    with open_for(source, options, None) as opened:
+        taken = _taken(source, opened, options)
         return forecast_pack(taken, options.settings, to_stream=to_stream)
 
 
-def _open(source: Convertible, options: ConvertOptions, spool: Spool | None = None) -> Source:
+def _taken(source: Convertible, opened: Source, options: ConvertOptions) -> Source:
+    """What ``options`` take of ``opened``, with a remark about what in the folder of ``source`` is no tensor."""
+    beside = [os.path.basename(path) for path in companions(source)]
+    if beside:
+        remark = f"a pack has tensors only; these files of the folder are not in it: {listed(beside)}"
+        opened.traits = replace(opened.traits, remarks=(*opened.traits.remarks, remark))
+    return adapted(opened, options.adaptation)
+
+
+def spool_for(folder: str | None, options: ConvertOptions) -> Spool:
+    """Temporary space for a target in ``folder``; None: for a stream."""
+    # How long an archive is that has to be read whole before its tensors are known, nobody can tell: no memory for it
+    # under a limit.  What waits later is planned.
+    memory_nbytes = MEMORY_NBYTES if options.max_memory is None else 0
+    chosen = folder if options.spool_dir is None else options.spool_dir
+    return Spool(chosen, memory_nbytes=memory_nbytes, announce=options.announce)
+
+
+def open_for(source: Convertible, options: ConvertOptions, spool: Spool | None) -> Source:
+    """``source`` as ``options`` have it opened; ``spool``: as for :func:`stream_pack.sources.open.open_source`."""
     return open_source(
         source, key=options.key, ignore_unknown=options.ignore_unknown, spool=spool, max_memory=options.max_memory
     )
 
 
-def _refuse_overwriting(source: object, sink: Sink) -> None:
+def refuse_overwriting(source: object, sink: Sink) -> None:
     """Refuse to write a file in place while it is read, which would destroy it."""
     if sink.identity is None:
         return

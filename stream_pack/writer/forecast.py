@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from stream_pack.pipeline.source import Source
-from stream_pack.report import Forecast
 from stream_pack.writer.plan import PackSettings, prepare
+from stream_pack.writer.report import Forecast
 
 __all__ = ["forecast_pack"]
 

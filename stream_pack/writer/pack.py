@@ -12,10 +12,10 @@ from stream_pack.format.records import Footer
 from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.source import Source
 from stream_pack.pipeline.spool import Spool
-from stream_pack.report import Report
 from stream_pack.writer.flow import Progress, flow
 from stream_pack.writer.plan import PackSettings, prepare, refuse_warnings, requests_of
 from stream_pack.writer.region import RegionHasher
+from stream_pack.writer.report import Report
 from stream_pack.writer.sink import Sink
 
 __all__ = ["PackWriter", "write_pack"]

@@ -18,11 +18,11 @@ from stream_pack.pipeline.adapt.cast_plan import count_casts
 from stream_pack.pipeline.budget import allow_memory
 from stream_pack.pipeline.memory import trim_heap
 from stream_pack.pipeline.source import Requests, Source
-from stream_pack.report import Sizes
 from stream_pack.text import counted, listed
 from stream_pack.writer.needs import Means, Needs, needs_of
+from stream_pack.writer.report import Sizes
 
-__all__ = ["PackSettings", "Prepared", "prepare", "refuse_warnings", "requests_of", "warnings_of"]
+__all__ = ["PackSettings", "Prepared", "allow_planning", "prepare", "refuse_warnings", "requests_of", "warnings_of"]
 
 PLANNED_NBYTES = 500
 """Memory that planning and encoding take for each tensor, beside what the source holds."""
@@ -77,7 +77,7 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
     source.refuse(range(len(catalog)))
     if settings.metadata:
         catalog = replace(catalog, metadata={**catalog.metadata, **settings.metadata})
-    _allow_planning(catalog, settings.means.max_memory)
+    allow_planning(catalog, settings.means.max_memory)
     layout = plan(catalog, settings.policy)
     encoded = encode_head(layout, settings.front)
     trim_heap()
@@ -105,7 +105,7 @@ def refuse_warnings(warnings: tuple[str, ...]) -> None:
         )
 
 
-def _allow_planning(catalog: Catalog, max_memory: int | None) -> None:
+def allow_planning(catalog: Catalog, max_memory: int | None) -> None:
     """Raises: LimitError when planning alone would take more memory than is allowed."""
     nbytes = (
         len(catalog) * PLANNED_NBYTES

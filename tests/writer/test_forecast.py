@@ -15,8 +15,8 @@ import stream_pack
 from stream_pack.errors import LimitError
 from stream_pack.format.catalog import Catalog
 from stream_pack.format.header_kinds import MPS, PTD, XNNPACK, Front
-from stream_pack.report import Forecast, Report
 from stream_pack.writer.plan import warnings_of
+from stream_pack.writer.report import Forecast, Report
 from tests.sources.byte_sources import Dribble
 from tests.support.spools import without_a_folder
 from tests.support.torch_zips import records, saved

@@ -22,10 +22,10 @@ from stream_pack.format.dtypes import BY_NAME
 from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import Spool
-from stream_pack.report import Report
 from stream_pack.writer.convert import convert, save_file
 from stream_pack.writer.options import ConvertOptions
 from stream_pack.writer.pack import write_pack
+from stream_pack.writer.report import Report
 from stream_pack.writer.sink import FileSink, Sink, StreamSink, open_sink
 from tests.support.spools import without_a_folder
 from tests.vectors import minimal_reader

@@ -21,11 +21,11 @@ from stream_pack.pipeline.adapt.cast_plan import cast_catalog
 from stream_pack.pipeline.adapt.select import take_rows
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.source import Source
-from stream_pack.report import Report
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.text import listed, quoted
 from stream_pack.writer.convert import convert_with
 from stream_pack.writer.options import ConvertOptions
+from stream_pack.writer.report import Report
 from stream_pack.writer.sink import BinaryWriter
 
 if TYPE_CHECKING:

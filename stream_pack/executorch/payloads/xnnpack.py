@@ -18,9 +18,9 @@ from stream_pack.executorch.payloads.constants import GraphConstant, Tensors, na
 from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
 from stream_pack.format.checksum import BLOCK_NBYTES
 from stream_pack.format.header_kinds import KINDS
-from stream_pack.report import Report
 from stream_pack.writer.flow import Progress
 from stream_pack.writer.options import ConvertOptions
+from stream_pack.writer.report import Report
 from stream_pack.writer.sink import BinaryWriter
 
 if TYPE_CHECKING:

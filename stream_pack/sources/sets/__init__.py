@@ -7,5 +7,6 @@
 * ``llama``, ``llama_params``: the shards of Meta's Llama, and what ``params.json`` says of them;
 * ``dcp``: torch.distributed checkpoints; ``dcp_metadata``: what their ``.metadata`` says; ``dcp_chunks``: what a chunk
   must satisfy; ``dcp_reformulated``: tensors that Megatron stores in another shape;
-* ``ninja``: folders of mmap-ninja.
+* ``ninja``: folders of mmap-ninja;
+* ``companions``: what stands beside the weights, and is no tensor.
 """

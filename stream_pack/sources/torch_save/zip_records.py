@@ -19,17 +19,11 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.text import quoted
 
 __all__ = [
-    "DEFLATED",
-    "STORED",
-    "DirectoryEntry",
-    "LocalHeader",
-    "find_directory",
-    "peek_name",
-    "read_descriptor",
-    "read_directory",
-    "read_local_header",
-    "scan_payload",
-]
+    "DEFLATED", "DESCRIPTOR", "DESCRIPTOR_NARROW", "DESCRIPTOR_WIDE", "END", "END_FIELDS", "ENTRY", "ENTRY_FIELDS",
+    "FLAG_STREAMED", "FLAG_UTF8", "LOCAL", "LOCAL_FIELDS", "STORED", "U16_MAX", "U32_MAX", "ZIP64_END",
+    "ZIP64_END_FIELDS", "ZIP64_EXTRA", "ZIP64_LOCATOR", "ZIP64_LOCATOR_FIELDS", "DirectoryEntry", "LocalHeader",
+    "find_directory", "peek_name", "read_descriptor", "read_directory", "read_local_header", "scan_payload",
+]  # fmt: skip
 
 LOCAL = b"PK\3\4"
 DESCRIPTOR = b"PK\7\10"
@@ -41,21 +35,22 @@ END = b"PK\5\6"
 STORED, DEFLATED = 0, 8
 FLAG_ENCRYPTED = 1 << 0
 FLAG_STREAMED = 1 << 3
+FLAG_UTF8 = 1 << 11
 ZIP64_EXTRA = 0x0001
 U16_MAX, U32_MAX = 0xFFFF, 0xFFFFFFFF
 
 # Fields after the four bytes of the signature.
 # Version, flags, method, time, date; crc, compressed and plain length; lengths of name and extra field.
-_LOCAL = Struct("<5H3I2H")
+LOCAL_FIELDS = Struct("<5H3I2H")
 # The same after the version of the writer, then the lengths of the comment, disk and attributes; attributes, offset.
-_ENTRY = Struct("<6H3I5H2I")
+ENTRY_FIELDS = Struct("<6H3I5H2I")
 # Length of the rest; versions; disks; entries here and in all; length and offset of the directory.
-_ZIP64_END = Struct("<Q2H2I4Q")
-_ZIP64_LOCATOR = Struct("<IQI")
+ZIP64_END_FIELDS = Struct("<Q2H2I4Q")
+ZIP64_LOCATOR_FIELDS = Struct("<IQI")
 # Disks; entries here and in all; length and offset of the directory; length of the comment.
-_END = Struct("<4H2IH")
+END_FIELDS = Struct("<4H2IH")
 # A descriptor: crc, compressed and plain length.
-_NARROW, _WIDE = Struct("<3I"), Struct("<I2Q")
+DESCRIPTOR_NARROW, DESCRIPTOR_WIDE = Struct("<3I"), Struct("<I2Q")
 
 _DIRECTORY_END = "the end of the archive's directory"
 
@@ -93,10 +88,10 @@ class DirectoryEntry:
 
 def peek_name(stream: ByteStream) -> str | None:
     """The name of the record whose header comes next, and stays unread; None where no header begins."""
-    fixed = stream.peek(4 + _LOCAL.size)
-    if fixed[:4] != LOCAL or len(fixed) < 4 + _LOCAL.size:
+    fixed = stream.peek(4 + LOCAL_FIELDS.size)
+    if fixed[:4] != LOCAL or len(fixed) < 4 + LOCAL_FIELDS.size:
         return None
-    name_nbytes = _LOCAL.unpack(fixed[4:])[-2]
+    name_nbytes = LOCAL_FIELDS.unpack(fixed[4:])[-2]
     return _name(memoryview(stream.peek(len(fixed) + name_nbytes))[len(fixed) :])
 
 
@@ -119,8 +114,8 @@ def read_local_header(stream: ByteStream) -> LocalHeader | None:
             f"byte {position} of the archive: expected the header of a record, found {signature.hex(' ')}"
         )
     what = "the header of a record"
-    fixed = stream.read_exactly(4 + _LOCAL.size, what=what)
-    _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = _LOCAL.unpack(fixed[4:])
+    fixed = stream.read_exactly(4 + LOCAL_FIELDS.size, what=what)
+    _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = LOCAL_FIELDS.unpack(fixed[4:])
     rest = stream.read_exactly(name_nbytes + extra_nbytes, what=what)
     name = _name(rest[:name_nbytes])
     extra = _zip64_extra(rest[name_nbytes:])
@@ -151,7 +146,7 @@ def read_descriptor(stream: ByteStream, header: LocalHeader, nbytes: int, packed
     if not header.streamed:
         crc, packed, stated = header.crc, header.packed_nbytes, header.nbytes
     else:
-        layout = _WIDE if header.wide else _NARROW
+        layout = DESCRIPTOR_WIDE if header.wide else DESCRIPTOR_NARROW
         data = stream.peek(4 + layout.size)
         if data[:4] != DESCRIPTOR[: len(data)]:
             raise SourceError(
@@ -178,7 +173,7 @@ def scan_payload(stream: ByteStream, header: LocalHeader) -> Iterator[bytes]:
 
     Raises: TruncatedSourceError when no descriptor ends it.
     """
-    layout = _WIDE if header.wide else _NARROW
+    layout = DESCRIPTOR_WIDE if header.wide else DESCRIPTOR_NARROW
     needed = 4 + layout.size + 4  # a descriptor, and the signature of what follows it
     data, begin = b"", 0
     passed = crc = 0  # of the payload before data[begin]
@@ -215,21 +210,21 @@ def find_directory(stream: ByteStream) -> int:
     """
     nbytes = stream.file_nbytes or 0
     # The end record closes the file; a comment after it has at most 65,535 bytes.
-    tail_begin = max(0, nbytes - 4 - _END.size - U16_MAX)
+    tail_begin = max(0, nbytes - 4 - END_FIELDS.size - U16_MAX)
     stream.seek(tail_begin)
     tail = stream.peek(nbytes - tail_begin)
     at = tail.rfind(END)
-    if at < 0 or at + 4 + _END.size > len(tail):
+    if at < 0 or at + 4 + END_FIELDS.size > len(tail):
         raise TruncatedSourceError("the archive has no directory at its end: it was cut short, or bytes follow it")
-    offset = int(_END.unpack_from(tail, at + 4)[5])
-    locator = at - 4 - _ZIP64_LOCATOR.size
+    offset = int(END_FIELDS.unpack_from(tail, at + 4)[5])
+    locator = at - 4 - ZIP64_LOCATOR_FIELDS.size
     if locator >= 0 and tail[locator : locator + 4] == ZIP64_LOCATOR:
-        end64 = int(_ZIP64_LOCATOR.unpack_from(tail, locator + 4)[1])
+        end64 = int(ZIP64_LOCATOR_FIELDS.unpack_from(tail, locator + 4)[1])
         if end64 < nbytes:
             stream.seek(end64)
-            record = stream.peek(4 + _ZIP64_END.size)
-            if record[:4] == ZIP64_END and len(record) == 4 + _ZIP64_END.size:
-                offset = int(_ZIP64_END.unpack_from(record, 4)[8])
+            record = stream.peek(4 + ZIP64_END_FIELDS.size)
+            if record[:4] == ZIP64_END and len(record) == 4 + ZIP64_END_FIELDS.size:
+                offset = int(ZIP64_END_FIELDS.unpack_from(record, 4)[8])
     if offset >= nbytes:
         raise SourceError(f"the archive's directory claims to begin at byte {offset}, in a file of {nbytes} bytes")
     return offset
@@ -270,12 +265,12 @@ def _read_zip64_end(stream: ByteStream) -> tuple[int, int, int] | None:
     position = stream.position
     if stream.peek(4) != ZIP64_END:
         return None
-    fields = _ZIP64_END.unpack(stream.read_exactly(4 + _ZIP64_END.size, what=_DIRECTORY_END)[4:])
+    fields = ZIP64_END_FIELDS.unpack(stream.read_exactly(4 + ZIP64_END_FIELDS.size, what=_DIRECTORY_END)[4:])
     rest_nbytes, _, _, disk, directory_disk, here, entries, nbytes, begin = fields
-    if rest_nbytes != _ZIP64_END.size - 8 or disk or directory_disk or here != entries:
+    if rest_nbytes != ZIP64_END_FIELDS.size - 8 or disk or directory_disk or here != entries:
         raise SourceError("the archive's zip64 end record is damaged")
-    locator = stream.read_exactly(4 + _ZIP64_LOCATOR.size, what=_DIRECTORY_END)
-    if bytes(locator[:4]) != ZIP64_LOCATOR or _ZIP64_LOCATOR.unpack(locator[4:]) != (0, position, 1):
+    locator = stream.read_exactly(4 + ZIP64_LOCATOR_FIELDS.size, what=_DIRECTORY_END)
+    if bytes(locator[:4]) != ZIP64_LOCATOR or ZIP64_LOCATOR_FIELDS.unpack(locator[4:]) != (0, position, 1):
         raise SourceError("the archive's zip64 locator is damaged")
     return entries, nbytes, begin
 
@@ -283,8 +278,8 @@ def _read_zip64_end(stream: ByteStream) -> tuple[int, int, int] | None:
 def _read_end(stream: ByteStream) -> tuple[tuple[int, int, int], int]:
     """The same three numbers as the end record states them, and the length of the archive's comment."""
     position = stream.position
-    record = stream.read_exactly(4 + _END.size, what=_DIRECTORY_END)
-    disk, directory_disk, here, entries, nbytes, begin, comment_nbytes = _END.unpack(record[4:])
+    record = stream.read_exactly(4 + END_FIELDS.size, what=_DIRECTORY_END)
+    disk, directory_disk, here, entries, nbytes, begin, comment_nbytes = END_FIELDS.unpack(record[4:])
     one_file = disk in (0, U16_MAX) and directory_disk in (0, U16_MAX)
     if bytes(record[:4]) != END or not one_file or here != entries:
         raise SourceError(f"the archive's end record, at byte {position}, is damaged")
@@ -293,7 +288,7 @@ def _read_end(stream: ByteStream) -> tuple[tuple[int, int, int], int]:
 
 def _read_entry(stream: ByteStream) -> DirectoryEntry:
     what = "the archive's directory"
-    fixed = _ENTRY.unpack(stream.read_exactly(4 + _ENTRY.size, what=what)[4:])
+    fixed = ENTRY_FIELDS.unpack(stream.read_exactly(4 + ENTRY_FIELDS.size, what=what)[4:])
     _, _, flags, method, _, _, crc, packed, nbytes, name_nbytes, extra_nbytes = fixed[:11]
     comment_nbytes, disk, position = fixed[11], fixed[12], fixed[15]
     rest = stream.read_exactly(name_nbytes + extra_nbytes, what=what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stream_pack.report import Report
+from stream_pack.writer.report import Report
 
 REPORT = Report(
     source_kind="torch zip",
