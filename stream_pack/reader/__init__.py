@@ -4,6 +4,7 @@
 * ``file_range``: its bytes, read by position.  ``opening``: what is proved of them before they are used.
 * ``mapping``: the file as memory.
 * ``views``: tensors and slices of them.  ``tensors``: their torch storages.  ``lending``: what memory is in use.
+* ``locks``: what several threads, and a forked child, may use at a time.
 * ``verify``: recomputes all checksums.  ``damage``: the report of that.  ``blocks``: checksums proved on first use.
 * ``payload``, ``verify_et_file``: files as ExecuTorch writes them.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.head import Head
 from stream_pack.format.proof import Users, block_error, prove_checksums, unreadable_block, wrong_blocks
 from stream_pack.reader.file_range import FileRange, Window
+from stream_pack.reader.locks import Locked
 from stream_pack.reader.opening import read_footer
 
 __all__ = ["BlockCheck", "block_checksums"]
@@ -20,19 +19,19 @@ def block_checksums(file: FileRange, head: Head, first: int, end: int) -> NDArra
     return file.array(head.checksums_file_offset + 8 * first, 8 * (end - first)).view("<u8")
 
 
-class BlockCheck:
+class BlockCheck(Locked):
     """Checks each block at most once, before its first use.
 
     The bytes are read from the file, where an error can be reported; what is then handed out is the mapping.
     """
 
     def __init__(self, file: FileRange, head: Head) -> None:
+        super().__init__()
         self._checksums = block_checksums(file, head, 0, head.index.checksums_nbytes // 8)
         prove_checksums(head, (self._checksums.data.cast("B"),), read_footer(file, head))
         self._window = Window(file)
         self._head = head
         self._proved = np.zeros(len(self._checksums), bool)
-        self._lock = threading.Lock()
 
     def check(self, buffer: int, begin: int, end: int) -> None:
         """Prove the bytes ``[begin, end)`` of a buffer, ``begin < end``.

@@ -10,7 +10,6 @@ import errno
 import operator
 import os
 import stat
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from stream_pack.arguments.paths import require_path
 from stream_pack.errors import OptionError, ReadError, StateError, TruncatedError
+from stream_pack.reader.locks import Locked
 
 __all__ = ["FileRange", "Window"]
 
@@ -27,7 +27,7 @@ WINDOW_NBYTES = 1 << 20
 """What is read in one step: long compared with a system call, and it stays in a core's cache until it is hashed."""
 
 
-class FileRange:
+class FileRange(Locked):
     """The bytes of a regular file from ``offset`` on, open for reading.
 
     ``name`` is the path as given, ``path`` the absolute one.  ``available`` is how many bytes there were on opening: up
@@ -39,6 +39,7 @@ class FileRange:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, offset: int, nbytes: int | None) -> None:
+        super().__init__()
         try:
             offset, nbytes = operator.index(offset), None if nbytes is None else operator.index(nbytes)
         except TypeError:
@@ -52,8 +53,6 @@ class FileRange:
         # Not blocking: opening a FIFO would wait for its writer.
         self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._close = weakref.finalize(self, os.close, self._fd)
-        # Reentrant, as all locks here: a finalizer that closes the pack may run wherever memory is allocated.
-        self._lock = threading.RLock()
         self._closed = False
         self._readers = 0
         status = os.fstat(self._fd)  # of what was opened: the path may be another file by now
@@ -158,6 +157,10 @@ class FileRange:
         with self._lock:
             self._closed = True
             self._close_unused()
+
+    def _forked(self) -> None:
+        super()._forked()
+        self._readers = 0
 
     def _close_unused(self) -> None:
         if self._closed and not self._readers:

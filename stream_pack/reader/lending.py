@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -17,6 +16,7 @@ from stream_pack.errors import FormatError, MappingInUse
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, Index
 from stream_pack.reader.blocks import BlockCheck
+from stream_pack.reader.locks import Locked
 from stream_pack.reader.mapping import Mapping as FileMapping
 from stream_pack.reader.opening import naming
 from stream_pack.reader.tensors import Storages
@@ -58,7 +58,7 @@ class _Open:
     check: BlockCheck | None
 
 
-class Lender:
+class Lender(Locked):
     """The memory of one open pack.
 
     ``reopened``: how to make another one of the same file in another process, as ``__reduce__`` says it.
@@ -72,6 +72,7 @@ class Lender:
     def __init__(
         self, mapping: FileMapping, contents: Contents, check: BlockCheck | None, reopened: tuple[object, ...]
     ) -> None:
+        super().__init__()
         self._reopened = reopened
         self._file = mapping.file
         self._state: _Open | None = _Open(mapping, contents, check)
@@ -87,7 +88,6 @@ class Lender:
         # torch.multiprocessing moves what it sends into other memory.
         self._storage_arrays: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._storage_users: dict[int, int | set[int]] = {}
-        self._lock = threading.RLock()
 
     def __reduce__(self) -> tuple[object, ...]:
         # One for all views in a pickle, which therefore share the memory where they arrive.

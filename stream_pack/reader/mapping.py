@@ -9,18 +9,18 @@ import errno
 import mmap
 import platform
 import sys
-import threading
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.errors import MappingInUse
 from stream_pack.reader.file_range import FileRange
+from stream_pack.reader.locks import Locked
 
 __all__ = ["Mapping"]
 
 
-class Mapping:
+class Mapping(Locked):
     """The first ``nbytes`` of a file range as memory.
 
     Two maps of the same pages, each made on first use (one takes a descriptor until Python 3.13): a shared, read-only
@@ -34,12 +34,12 @@ class Mapping:
     """
 
     def __init__(self, file: FileRange, nbytes: int) -> None:
+        super().__init__()
         self.file = file
         self.nbytes = nbytes
         self._shared: tuple[mmap.mmap, int] | None = None
         self._private: tuple[mmap.mmap, int] | None = None
         self._private_refused = False
-        self._lock = threading.RLock()
 
     def array(self, file_offset: int, nbytes: int) -> NDArray[np.uint8]:
         """At least one byte at ``file_offset``, read-only."""

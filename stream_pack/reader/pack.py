@@ -65,6 +65,8 @@ def open(
 
     Units: bytes; ``offset`` counts from the file's first byte.
     Copies: none.
+    Lifetime: several threads may use a pack, and so may a child that is forked off, whatever its parent's threads were
+    doing with it then.
     Raises: OSError; OptionError; NotAPackError, RawPayloadError, NewerVersionError, TruncatedError, TrailingBytesError,
     FormatError, ChecksumError.
     """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from stream_pack.errors import AlignmentError, MetalBufferError, MetalUnavailabl
 from stream_pack.metal import Device, Residency, objc
 from tests.metal.bench import Bench
 from tests.metal.standin import StandIn
+from tests.support.forks import in_a_forked_child
 
 PAGE = mmap.PAGESIZE
 
@@ -165,27 +164,6 @@ def test_the_real_device_of_a_mac_has_what_apple_promises(bench: Bench) -> None:
     assert device.max_buffer_length >= 256 << 20
     assert device.recommended_working_set > 0
     assert device.has_unified_memory
-
-
-def in_a_forked_child(action: object) -> str:
-    """What the action raises in a child, as text."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        signal.alarm(20)  # one that waits for ever is killed
-        text = "nothing"
-        try:
-            action()  # type: ignore[operator]
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        text = pipe.read().decode()
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, "the child was killed: it waited for ever"
-    return text
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

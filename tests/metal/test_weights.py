@@ -36,6 +36,7 @@ from stream_pack.format.align import Alignment
 from stream_pack.metal import Device, MetalView, Weights, objc
 from tests.metal.bench import Bench, gone
 from tests.metal.standin import StandIn
+from tests.support.forks import in_a_forked_child
 from tests.support.smaps import mapped_file
 
 Arrays = dict[str, NDArray[np.generic]]
@@ -503,8 +504,6 @@ def test_residency_is_held_while_the_weights_are_open(standin: StandIn, pack_pat
 def test_weights_of_a_parent_are_refused_in_a_forked_child_and_stay_whole(
     standin: StandIn, pack_path: Path, arrays: Arrays
 ) -> None:
-    from tests.metal.test_device import in_a_forked_child
-
     with on(standin, pack_path) as weights:
         for action in (lambda: weights["head"], lambda: weights.own_buffer("head"), weights.close):
             assert "MetalUnavailable" in in_a_forked_child(action)
@@ -514,8 +513,6 @@ def test_weights_of_a_parent_are_refused_in_a_forked_child_and_stay_whole(
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_never_waits_for_what_a_thread_of_its_parent_was_doing(pack_path: Path) -> None:
-    from tests.metal.test_device import in_a_forked_child
-
     asked, answer = threading.Event(), threading.Event()
 
     class Slow(StandIn):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn, TypeAlias, TypeVar
@@ -22,6 +21,7 @@ from stream_pack.format.align import align_up
 from stream_pack.format.checksum import BLOCK_NBYTES, BlockHasher, zeros
 from stream_pack.pipeline.chunks import Zeros
 from stream_pack.pipeline.spool import Spool, SpoolFile
+from stream_pack.reader.locks import Locked
 from stream_pack.text import human_nbytes
 
 __all__ = ["CHUNK_NBYTES", "SMALL_NBYTES", "Extent", "Held", "Holder", "OnDisk"]
@@ -152,7 +152,7 @@ def _chunks(memory: memoryview, chunk_nbytes: int) -> Iterator[memoryview]:
         yield memory[begin : begin + chunk_nbytes]
 
 
-class Holder:
+class Holder(Locked):
     """Takes bytes to disk.  ``folder`` exists and has room for all of them.
 
     One file without a name has them all; its disk space is free when this object and every :class:`Held` of it are
@@ -162,11 +162,11 @@ class Holder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, chunk_nbytes: int) -> None:
+        super().__init__()
         require_path("folder", folder, "folder")
         self.chunk_nbytes = chunk_nbytes
         self._given = os.fsdecode(folder)
         self._folder = os.path.abspath(folder)
-        self._lock = threading.Lock()
         self._begin()
 
     def _begin(self) -> None:
