@@ -4,7 +4,7 @@
 * ``bytestream``: one stream of bytes, from a file or a pipe.  ``scatter``: its bytes cut into the requested buffers.
 * ``file_state``: whether a file that is read has been changed meanwhile.
 * ``geometry``, ``gather``: where the elements of a strided tensor are, and its bytes in row-major order.
-* ``chunks``: what moves in one step.
+* ``places``: where in which file the requested bytes lie.  ``chunks``: what moves in one step.
 * ``arrival``, ``spool``: which buffers come before their turn, and the temporary files where they wait.
 * ``overlap``: a stage in a thread of its own.
 * ``budget``: how much memory all of it takes.  ``memory``: how much this process has.

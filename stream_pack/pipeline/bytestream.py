@@ -19,6 +19,7 @@ import numpy as np
 
 from stream_pack.errors import OptionError, SourceError, TruncatedSourceError
 from stream_pack.pipeline.file_state import FileState, check_unchanged
+from stream_pack.pipeline.places import SourceFile
 from stream_pack.text import shown
 
 __all__ = ["READ_AHEAD_NBYTES", "BinaryReader", "ByteStream", "require_binary"]
@@ -44,6 +45,7 @@ class ByteStream:
     :meth:`seek` works.  Everything else is read forward only.  Small reads share a read-ahead of 64 KiB.
 
     ``on_read``, unless None, is called with the number of bytes whenever some have come from the source.
+    ``read_ahead_nbytes``: less than 64 KiB, for what reads a little here and there.
 
     Lifetime: ``close`` closes what :meth:`open_path` opened and never what a caller handed over.
     Raises: OptionError for a file object in text mode.
@@ -57,6 +59,7 @@ class ByteStream:
         self._ahead = b""
         self._ahead_at = 0
         self._fetched = 0  # bytes taken from the source, read ahead included
+        self.read_ahead_nbytes = READ_AHEAD_NBYTES
         self.on_read: Callable[[int], None] | None = None
         self._readinto: Callable[[memoryview], int]
         self._file: tuple[int, int] | None = None
@@ -124,6 +127,15 @@ class ByteStream:
     def regular_file(self) -> tuple[int, int] | None:
         """(descriptor, file offset of the stream's first byte), or None where bytes come only once, in order."""
         return self._file
+
+    @property
+    def source_file(self) -> SourceFile | None:
+        """The regular file that the stream is in, or None."""
+        return None if self._file is None else SourceFile(self._name, self._fd)
+
+    def file_offset(self, position: int) -> int:
+        """Where in its file the stream's byte ``position`` is; of anything but a regular file, ``position``."""
+        return position if self._file is None else self._base + position
 
     @property
     def file_nbytes(self) -> int | None:
@@ -248,7 +260,7 @@ class ByteStream:
             return have
         pieces = [self._ahead[self._ahead_at :]]
         while have < nbytes:
-            piece = bytearray(max(READ_AHEAD_NBYTES, nbytes - have))
+            piece = bytearray(max(self.read_ahead_nbytes, nbytes - have))
             read = self._fetch(memoryview(piece))
             if read == 0:
                 break

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.arrival import Arrival, one_after_another, one_pass
 from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.places import Places
 from stream_pack.pipeline.spool import Spool
 from stream_pack.text import listed
 
@@ -143,6 +144,18 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def verification(self) -> str:
         """Which of the source's own checksums were verified, as a phrase for the report; valid after :meth:`stream`."""
+
+    @property
+    def checksums(self) -> str:
+        """Which checksums the source carries, as far as its head tells, before any of its tensor data is read."""
+        return "none"
+
+    def places(self, requests: Requests) -> Places:
+        """Where the bytes of each request lie.  Reads no tensor data, at most the heads of records.
+
+        May be called before :meth:`stream`, and changes nothing for it.  Raises: SourceError; OSError.
+        """
+        return Places.nowhere(len(requests))
 
     def check_unchanged(self) -> None:
         """Compare every regular file that the source reads with what it was when it was opened.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from stream_pack.format.catalog import Catalog
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.places import Places
 from stream_pack.pipeline.scatter import Scatter, read_ranges
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 
@@ -47,6 +48,10 @@ class DataSectionSource(Source):
             yield from scatter.pieces(0, chunk)
         scatter.finish()
         self._check_end_of_pipe()
+
+    def places(self, requests: Requests) -> Places:
+        begin = self._stream.file_offset(self._data_begin)
+        return Places.within(self._stream.source_file, begin + requests.starts)
 
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()

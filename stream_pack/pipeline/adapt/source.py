@@ -14,6 +14,7 @@ from stream_pack.pipeline.adapt.cast_plan import CastStorages, cast_catalog
 from stream_pack.pipeline.adapt.cast_rules import CastRule, cast_targets
 from stream_pack.pipeline.adapt.select import Selection, select
 from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.places import NOWHERE, Places
 from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions
 from stream_pack.text import listed
 
@@ -97,6 +98,16 @@ class AdaptedSource(Source):
     @property
     def verification(self) -> str:
         return self._source.verification
+
+    @property
+    def checksums(self) -> str:
+        return self._source.checksums
+
+    def places(self, requests: Requests) -> Places:
+        places = self._source.places(self._asked(requests))
+        if self._casts is None:
+            return places
+        return replace(places, offsets=np.where(requests.storages < self._casts.first, places.offsets, NOWHERE))
 
     def check_unchanged(self) -> None:
         self._source.check_unchanged()

@@ -22,6 +22,7 @@ from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.arrival import one_pass
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.chunks import Chunk, Piece, Zeros
+from stream_pack.pipeline.places import NOWHERE, Places
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
 from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import Spool, SpoolFile
@@ -164,6 +165,12 @@ class ExportedSource(Source):
                 target = SingleBuffer(buffer, start, start + nbytes)
                 for window in gathered(made, memory, made.start, options):
                     yield from target.pieces(storage, window)
+
+    def places(self, requests: Requests) -> Places:
+        if self._spooled is not None:
+            return Places.nowhere(len(requests))
+        offsets = np.where(requests.storages == FILE, self._stream.file_offset(0) + requests.starts, NOWHERE)
+        return Places.within(self._stream.source_file, offsets)
 
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()

@@ -33,6 +33,7 @@ from stream_pack.format.proof import (
 )
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.places import Places
 from stream_pack.pipeline.scatter import Scatter
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.pack.block_runs import block_runs
@@ -82,6 +83,20 @@ class PackSource(Source):
         else:
             yield from self._read_wanted(requests, options)
             self._verification = "checksums of all source data read were verified"
+
+    @property
+    def checksums(self) -> str:
+        return "XXH3-64 of each block"
+
+    @property
+    def head(self) -> Head:
+        """All that precedes the tensors, proved."""
+        return self._head
+
+    def places(self, requests: Requests) -> Places:
+        begin = self._stream.file_offset(self._head.region_file_offset)
+        offsets = begin + self._head.index.buffer_offsets[requests.storages] + requests.starts
+        return Places.within(self._stream.source_file, offsets.astype(np.int64))
 
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()

@@ -18,6 +18,7 @@ from stream_pack.errors import StreamPackError, TruncatedSourceError, Unsupporte
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.file_state import FilesRead, FileState
+from stream_pack.pipeline.places import Places
 from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.text import quoted, shown
 
@@ -200,6 +201,14 @@ class JoinedSource(Source):
         finally:
             for stream in streams:
                 stream.close()
+
+    @property
+    def checksums(self) -> str:
+        return together((m.source.checksums for m in self._members), of="files")
+
+    def places(self, requests: Requests) -> Places:
+        parts = [(buffers, m.source.places(part)) for m, (buffers, part) in zip(self._members, self._parts(requests))]
+        return Places.joined(len(requests), parts)
 
     def check_unchanged(self) -> None:
         for member in self._members:

@@ -13,6 +13,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from stream_pack.errors import LimitError, SourceError, UnsupportedCheckpointError
 from stream_pack.format.catalog import CatalogBuilder
 from stream_pack.pickles.globals import Storage, Tensor
@@ -20,6 +22,7 @@ from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.file_state import FilesRead
+from stream_pack.pipeline.places import NOWHERE, Places, SourceFile
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
@@ -30,7 +33,7 @@ from stream_pack.sources.sets.assembly import (
     trimmed,
 )
 from stream_pack.sources.sets.composite import together
-from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, plan_chunks, read_chunk
+from stream_pack.sources.sets.dcp_chunks import check_files, logical_shape, look_at_chunk, plan_chunks, read_chunk
 from stream_pack.sources.sets.dcp_metadata import METADATA, ShardedTensor, ShardedTensors, read_metadata
 from stream_pack.sources.sets.dcp_reformulated import Run, restored, shards_of
 from stream_pack.text import counted, listed, quoted
@@ -100,6 +103,28 @@ class DcpSource(Source):
         if not self._verified:
             return "no chunk was read"
         return together(self._verified, of="chunks")
+
+    @property
+    def checksums(self) -> str:
+        """Those of the first chunk: all are written in the same way."""
+        tensor = next((tensor for tensor in self._tensors if tensor.places), None)
+        return "none" if tensor is None else look_at_chunk(self._folder, tensor, tensor.places[0], self._files)[1]
+
+    def places(self, requests: Requests) -> Places:
+        """Of tensors that are one chunk; of others whose chunks are in one file, which."""
+        known: dict[str, int] = {}
+        found: dict[int, tuple[int, int]] = {}
+        for storage in dict.fromkeys(requests.storages.tolist()):
+            tensor = self._tensors[storage]
+            files = [known.setdefault(place.file, len(known)) for place in tensor.places]
+            offset = NOWHERE
+            if len(files) == 1 and tensor.original is None:
+                offset, _ = look_at_chunk(self._folder, tensor, tensor.places[0], self._files)
+            found[storage] = (files[0] if len(set(files)) == 1 else NOWHERE, offset)
+        rows = [found[storage] for storage in requests.storages.tolist()]
+        numbers, offsets = np.array(rows, np.int64).reshape(-1, 2).T
+        offsets = np.where(offsets == NOWHERE, NOWHERE, offsets + requests.starts)
+        return Places(tuple(SourceFile(str(self._folder / name), None) for name in known), numbers, offsets)
 
     def check_unchanged(self) -> None:
         self._files.check_unchanged()

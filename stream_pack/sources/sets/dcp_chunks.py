@@ -1,4 +1,4 @@
-"""What a chunk of a torch.distributed checkpoint must satisfy, and its bytes.
+"""What a chunk of a torch.distributed checkpoint must satisfy, where it is, and its bytes.
 
 Before a byte is read: its file is there, long enough, and starts as an archive of ``torch.save``
 (:func:`check_files`); with the others it holds every element of its tensor once (:func:`plan_chunks`).  When its bytes
@@ -19,9 +19,10 @@ from stream_pack.format.dtypes import DTYPES
 from stream_pack.format.file_kinds import describe_start
 from stream_pack.pickles.globals import Tensor
 from stream_pack.pickles.state_dict import StateDict
-from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.bytestream import READ_AHEAD_NBYTES, ByteStream
 from stream_pack.pipeline.chunks import Chunk
 from stream_pack.pipeline.file_state import FilesRead
+from stream_pack.pipeline.places import NOWHERE
 from stream_pack.pipeline.source import Requests, StreamOptions
 from stream_pack.sources.sets.assembly import Box, Rows, tiled
 from stream_pack.sources.sets.composite import member_path, opened, say_where
@@ -29,9 +30,11 @@ from stream_pack.sources.sets.dcp_metadata import METADATA, Place, ShardedTensor
 from stream_pack.sources.torch_save.zip import TorchZipSource
 from stream_pack.text import listed, quoted
 
-__all__ = ["check_files", "logical_shape", "plan_chunks", "read_chunk"]
+__all__ = ["check_files", "logical_shape", "look_at_chunk", "plan_chunks", "read_chunk"]
 
 ZIP_ENTRY = b"PK\3\4"
+HEAD_NBYTES = 1024
+"""What is read at once where only the head of a chunk's archive is wanted: it has about as many."""
 
 
 def check_files(folder: Path, tensors: list[ShardedTensor], files: FilesRead) -> None:
@@ -124,8 +127,28 @@ def read_chunk(
         raise
 
 
-def _opened(path: Path, tensor: ShardedTensor, place: Place, files: FilesRead) -> TorchZipSource:
+def look_at_chunk(folder: Path, tensor: ShardedTensor, place: Place, files: FilesRead) -> tuple[int, str]:
+    """The file offset of the bytes of a chunk, NOWHERE if they are not stored there as they are; and which checksums
+    its archive carries.  None of its bytes is read.
+
+    Raises: as :func:`read_chunk`.
+    """
+    try:
+        with _opened(folder / place.file, tensor, place, files, read_ahead_nbytes=HEAD_NBYTES) as source:
+            catalog = source.catalog
+            if not catalog.nbytes.any():
+                return NOWHERE, source.checksums
+            places = source.places(Requests(catalog.storages, catalog.starts, catalog.nbytes))
+            return int(places.offsets[0]), source.checksums
+    except StreamPackError as error:
+        say_where(error, f"{quoted(place.file)}, from byte {place.begin} on")
+        raise
+
+
+def _opened(path: Path, tensor: ShardedTensor, place: Place, files: FilesRead, *, read_ahead_nbytes: int = READ_AHEAD_NBYTES
+) -> TorchZipSource:
     stream = ByteStream.open_range(path, place.begin, place.nbytes)
+    stream.read_ahead_nbytes = read_ahead_nbytes
     try:
         assert stream.opened_state is not None  # it is a regular file
         files.see(path, stream.opened_state)

@@ -17,6 +17,7 @@ from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.pipeline.chunks import Chunk, Piece
 from stream_pack.pipeline.file_state import FilesRead
+from stream_pack.pipeline.places import Places
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.sets.assembly import (
     MIN_PART_CHUNK_NBYTES,
@@ -95,6 +96,22 @@ class LlamaSource(Source):
     @property
     def verification(self) -> str:
         return together((shard.verification for shard in self._shards), of="shards")
+
+    @property
+    def checksums(self) -> str:
+        return together((shard.checksums for shard in self._shards), of="shards")
+
+    def places(self, requests: Requests) -> Places:
+        """Of what the first shard has whole; each of the others has only a part, or a copy."""
+        tensors = [self._tensors[storage] for storage in requests.storages.tolist()]
+        whole = [k for k, tensor in enumerate(tensors) if tensor.plan is None or len(self._shards) == 1]
+        catalog = self._shards[0].catalog
+        rows = np.array([tensors[k].rows[0] for k in whole], np.int64)
+        starts = catalog.starts[rows] + requests.starts[whole]
+        found = self._shards[0].places(Requests(catalog.storages[rows], starts, requests.nbytes[whole]))
+        none = Requests(*np.empty((3, 0), np.int64))
+        others = [([], shard.places(none)) for shard in self._shards[1:]]
+        return Places.joined(len(requests), [(whole, found), *others])
 
     def check_unchanged(self) -> None:
         for shard in self._shards:

@@ -23,6 +23,8 @@ from stream_pack.format.catalog import tensor_nbytes
 from stream_pack.format.dtypes import BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
 from stream_pack.pipeline.file_state import FilesRead, FileState
+from stream_pack.pipeline.places import NOWHERE, Places, SourceFile
+from stream_pack.pipeline.source import Requests
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.sources.sets.composite import opened
 from stream_pack.text import quoted
@@ -50,10 +52,14 @@ class NinjaSource(LiveSource):
     def __init__(self, folder: Path) -> None:
         self._files = files = FilesRead()
         kind = _text(folder, files, TYPE_FILE)
+        data = _array(folder, files) if kind in ("numpy", "ragged") else np.empty(0)
+        self._data = SourceFile(str(folder / "data.ninja"), None)
+        self._data_address: int = data.__array_interface__["data"][0]
         if kind == "numpy":
-            arrays = {NAME: _array(folder, files)}
+            arrays = {NAME: data}
         elif kind == "ragged":
-            arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(_samples(folder, files))}
+            samples = _samples(folder, files, data)
+            arrays = {f"{NAME}.{number}": sample for number, sample in enumerate(samples)}
         else:
             raise UnsupportedCheckpointError(
                 f"{quoted(str(folder))} is an mmap-ninja folder of type {quoted(kind)}, which does not hold arrays: "
@@ -65,13 +71,20 @@ class NinjaSource(LiveSource):
     def verification(self) -> str:
         return "the source carries no checksum"
 
+    def places(self, requests: Requests) -> Places:
+        found = [self._find(*row) for row in requests.rows()]
+        offsets = [
+            NOWHERE if tensor.derivation is not None else tensor.span[0] - self._data_address + begin
+            for tensor, begin in found
+        ]
+        return Places.within(self._data, np.array(offsets, np.int64))
+
     def check_unchanged(self) -> None:
         self._files.check_unchanged()
 
 
-def _samples(folder: Path, files: FilesRead) -> Iterator[NDArray[np.generic]]:
-    """Every sample as a view of the one array that holds them all."""
-    data = _array(folder, files)
+def _samples(folder: Path, files: FilesRead, data: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+    """Every sample as a view of ``data``, the one array that holds them all."""
     starts, ends, numbers = (_numbers(folder / column, files) for column in _COLUMNS)
     if data.ndim != 1 or not len(starts) == len(ends) == len(numbers):
         raise _contradiction(folder, "its data is not one-dimensional, or its columns differ in length")

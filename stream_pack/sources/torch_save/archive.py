@@ -43,6 +43,8 @@ FORMAT_VERSION = ".format_version"
 SMALL = {BYTEORDER, "version", FORMAT_VERSION, ".storage_alignment", ".data/serialization_id"}
 """What torch writes beside the pickle and the storages: a few bytes each."""
 SMALL_NBYTES = 65536
+HEADER_NBYTES = 512
+"""What is read at once where only the header of a record is wanted: most have less than 100 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class TorchArchive:
             directory = self._read_directory_first(first)
             name = next(filter(is_pickle, directory))
             self._prefix = name.removesuffix(PICKLE)
-            self.state_dict, self.storages = self._read_pickle(self._header_of(directory[name]))
+            self.state_dict, self.storages = self._read_pickle(_header_at(stream, directory[name]))
             byteorder = directory.get(self._prefix + BYTEORDER)
             if byteorder is not None:
-                self._drain(self._read_record(self._header_of(byteorder), SMALL_NBYTES))
+                self._drain(self._read_record(_header_at(stream, byteorder), SMALL_NBYTES))
             self._deflated |= any(entry.method == DEFLATED for entry in directory.values())
             self._records.clear()
             stream.seek(0)
@@ -116,6 +118,28 @@ class TorchArchive:
     def seekable(self) -> bool:
         """Whether every storage is uncompressed in a regular file."""
         return self._stream.regular_file is not None and not self._deflated
+
+    @property
+    def checksums(self) -> str:
+        """Those of the records, which the pickle's is taken to stand for."""
+        return "CRC-32 of each record" if self.verified else "none"
+
+    def payloads(self, storages: Iterable[Storage]) -> dict[Storage, int]:
+        """Where these storages begin in a file, for those that are stored there as they are, and which the directory
+        and the header of the record agree about."""
+        nbytes = self._stream.file_nbytes
+        if nbytes is None:
+            return {}
+        headers = self._stream.part(0, nbytes)
+        headers.read_ahead_nbytes = HEADER_NBYTES
+        entries = {entry.name: entry for entry in self._listed()}
+        payloads = {}
+        for storage in storages:
+            entry = entries.get(self._name_of(storage))
+            if entry is not None and entry.method == STORED and entry.nbytes == storage.nbytes:
+                _header_at(headers, entry)
+                payloads[storage] = headers.position
+        return payloads
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
         """All records in the order of the archive, then its directory and its end.  Nothing is left unchecked
@@ -270,16 +294,6 @@ class TorchArchive:
         names = map(self._name_of, self.storages.values())
         self.order_known = first == next(names, first) or first not in names
 
-    def _header_of(self, entry: DirectoryEntry) -> LocalHeader:
-        self._stream.seek(entry.position)
-        header = read_local_header(self._stream)
-        if header is None or header.name != entry.name:
-            raise SourceError(
-                f"the archive's directory points to byte {entry.position} for record {quoted(entry.name)}, "
-                "which does not begin there"
-            )
-        return header
-
     # -- records
 
     def _read_record(self, header: LocalHeader, chunk_nbytes: int) -> Generator[Event, None, None]:
@@ -407,6 +421,18 @@ class TorchArchive:
 def is_pickle(name: str) -> bool:
     """Whether a record of this name describes the checkpoint: it is directly below the prefix of all records."""
     return name.count("/") == 1 and name.endswith("/" + PICKLE)
+
+
+def _header_at(stream: ByteStream, entry: DirectoryEntry) -> LocalHeader:
+    """The header that ``entry`` points to; ``stream`` is then at the record's payload.  Raises: SourceError."""
+    stream.seek(entry.position)
+    header = read_local_header(stream)
+    if header is None or header.name != entry.name:
+        raise SourceError(
+            f"the archive's directory points to byte {entry.position} for record {quoted(entry.name)}, "
+            "which does not begin there"
+        )
+    return header
 
 
 def _small(header: LocalHeader, chunks: Iterable[memoryview | bytes]) -> bytes:

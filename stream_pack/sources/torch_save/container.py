@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -59,6 +59,14 @@ class Container(Protocol):
     @property
     def seekable(self) -> bool:
         """Whether every storage is uncompressed in a regular file, so that it can be read twice and in any order."""
+
+    @property
+    def checksums(self) -> str:
+        """Which checksums it carries."""
+
+    def payloads(self, storages: Iterable[Storage]) -> Mapping[Storage, int]:
+        """Where storages begin that are in a file as they are, in bytes from the stream's first; no storage is read,
+        and reading goes on where it was."""
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
         """Everything from here to the end, in the order of the source; the end is checked."""

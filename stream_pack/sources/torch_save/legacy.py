@@ -9,7 +9,7 @@ Source: torch/serialization.py, ``_legacy_save`` and ``_legacy_load`` of torch 0
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 
 from stream_pack.errors import SourceError, UnsupportedCheckpointError
@@ -53,6 +53,7 @@ class _LegacyFile:
 
     big_endian = False
     order_known = True
+    checksums = "none"
 
     def __init__(self, stream: ByteStream, flatten: Flatten, watch: MemoryWatch) -> None:
         self._stream = stream
@@ -67,10 +68,21 @@ class _LegacyFile:
         found = objects.storages
         self.storages = {key: found[key] for key in _checked_keys(self._unpickle(objects), found)}
         self.state_dict: StateDict = flatten(value, objects.unknown)
+        self._data_begin = stream.position
 
     @property
     def seekable(self) -> bool:
         return self._stream.regular_file is not None
+
+    def payloads(self, storages: Iterable[Storage]) -> dict[Storage, int]:
+        if not self.seekable:
+            return {}
+        payloads = {}
+        position = self._data_begin
+        for storage in self.storages.values():  # they follow each other, so that no count has to be read
+            payloads[storage] = position + COUNT_NBYTES
+            position += COUNT_NBYTES + storage.nbytes
+        return payloads
 
     def read(self, chunk_nbytes: int) -> Generator[Event, None, None]:
         for storage in self.storages.values():

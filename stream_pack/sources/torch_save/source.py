@@ -11,12 +11,15 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
+
 from stream_pack.pickles.globals import Storage
 from stream_pack.pipeline.arrival import in_any_order
 from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.gather import strided_chunks
 from stream_pack.pipeline.overlap import overlap
+from stream_pack.pipeline.places import NOWHERE, Places
 from stream_pack.pipeline.scatter import Scatter, SingleBuffer
 from stream_pack.pipeline.source import Demand, Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import SpoolFile
@@ -88,6 +91,18 @@ class TorchSource(Source):
         made_from = self._tensors.made_from
         wanted = (made_from[s] for s in set(requests.storages.tolist()) if s in made_from)
         return max((storage.nbytes for storage in wanted if storage.data is None), default=0)
+
+    @property
+    def checksums(self) -> str:
+        return self._container.checksums
+
+    def places(self, requests: Requests) -> Places:
+        storages = dict(enumerate(self._tensors.storages))
+        wanted = [storages.get(number) for number in requests.storages.tolist()]  # None: derived
+        payloads = self._container.payloads({storage: None for storage in wanted if storage is not None})
+        begins = np.array([payloads.get(storage, NOWHERE) if storage else NOWHERE for storage in wanted], np.int64)
+        offsets = np.where(begins == NOWHERE, NOWHERE, self._stream.file_offset(0) + begins + requests.starts)
+        return Places.within(self._stream.source_file, offsets)
 
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()

@@ -9,6 +9,8 @@ from stream_pack.pickles.nesting import flattening
 from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import UNLIMITED, MemoryWatch
 from stream_pack.pipeline.bytestream import ByteStream
+from stream_pack.pipeline.places import Places
+from stream_pack.pipeline.source import Requests
 from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.torch_save.archive import TorchArchive, is_pickle
 from stream_pack.sources.torch_save.container import Data, End
@@ -72,6 +74,10 @@ class TorchZipSource(TorchSource):
         if not verified:
             return "the source carries no checksums"
         return f"CRC-32 of {verified} records verified; {unverified} carry none"
+
+    def places(self, requests: Requests) -> Places:
+        # Where something is in a spool, nobody else can use.
+        return super().places(requests) if self._spooled is None else Places.nowhere(len(requests))
 
     def close(self) -> None:
         super().close()

@@ -209,11 +209,14 @@ def find_directory(stream: ByteStream) -> int:
     Raises: SourceError when there is none.
     """
     nbytes = stream.file_nbytes or 0
-    # The end record closes the file; a comment after it has at most 65,535 bytes.
-    tail_begin = max(0, nbytes - 4 - END_FIELDS.size - U16_MAX)
-    stream.seek(tail_begin)
-    tail = stream.peek(nbytes - tail_begin)
-    at = tail.rfind(END)
+    # The end record closes the file, but for a comment of at most 65,535 bytes, which torch does not write.
+    for comment_nbytes in (0, U16_MAX):
+        tail_begin = max(0, nbytes - 4 - END_FIELDS.size - 4 - ZIP64_LOCATOR_FIELDS.size - comment_nbytes)
+        stream.seek(tail_begin)
+        tail = stream.peek(nbytes - tail_begin)
+        at = tail.rfind(END)
+        if at >= 0 and at + 4 + END_FIELDS.size <= len(tail):
+            break
     if at < 0 or at + 4 + END_FIELDS.size > len(tail):
         raise TruncatedSourceError("the archive has no directory at its end: it was cut short, or bytes follow it")
     offset = int(END_FIELDS.unpack_from(tail, at + 4)[5])
