@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from stream_pack.extraction.report import ExtractedFile, ExtractForecast, ExtractReport
     from stream_pack.format.align import Alignment
     from stream_pack.inspection.inspect import inspect
-    from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, InspectedTensor, Inspection
+    from stream_pack.inspection.inspection import (
+        InspectedFile,
+        InspectedPart,
+        InspectedPayload,
+        InspectedTensor,
+        Inspection,
+        RefusedTensor,
+    )
     from stream_pack.pickles.outline import KeySummary
     from stream_pack.reader.damage import Damage, VerifyReport
     from stream_pack.reader.pack import Pack, open
@@ -44,6 +51,7 @@ __all__ = [
     "ExtractReport",
     "ExtractedFile",
     "Forecast",
+    "InspectedFile",
     "InspectedPart",
     "InspectedPayload",
     "InspectedTensor",
@@ -53,6 +61,7 @@ __all__ = [
     "ParallelWriter",
     "Part",
     "PartWriter",
+    "RefusedTensor",
     "Report",
     "SafeOpen",
     "SafeSlice",
@@ -85,7 +94,14 @@ _NAMES = {
     "stream_pack.extraction.report": ("ExtractForecast", "ExtractReport", "ExtractedFile"),
     "stream_pack.format.align": ("Alignment",),
     "stream_pack.inspection.inspect": ("inspect",),
-    "stream_pack.inspection.inspection": ("InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"),
+    "stream_pack.inspection.inspection": (
+        "InspectedFile",
+        "InspectedPart",
+        "InspectedPayload",
+        "InspectedTensor",
+        "Inspection",
+        "RefusedTensor",
+    ),
     "stream_pack.reader.damage": ("Damage", "VerifyReport"),
     "stream_pack.reader.pack": ("Pack", "open"),
     "stream_pack.reader.safe_open": ("SafeOpen", "SafeSlice", "load_file", "safe_open"),

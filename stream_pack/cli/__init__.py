@@ -33,11 +33,13 @@ from stream_pack.cli.verify import VERIFY
 from stream_pack.errors import (
     ChecksumError,
     FormatError,
+    LimitError,
     NewerVersionError,
     NotAPackError,
     OptionError,
     RawPayloadError,
     ReadError,
+    SourceError,
     StreamPackError,
 )
 from stream_pack.text import printable
@@ -130,7 +132,8 @@ def _told(error: Exception, arguments: argparse.Namespace) -> tuple[str, int]:
     if isinstance(error, UsageError | OptionError):
         return str(error), USAGE
     if isinstance(error, StreamPackError):
-        text = f"{source}: {error}" if command.reads == "checkpoint" else str(error)
+        named = command.reads == "pack" or (command.reads == "anything" and not _is_of_source(error, arguments))
+        text = str(error) if named else f"{source}: {error}"
         return text, _exit_of(error, command)
     if isinstance(error, OSError):
         return _text_of(error, arguments), INPUT if error.errno in _PATH_ERRNOS else MACHINE
@@ -185,7 +188,12 @@ def _exit_of(error: StreamPackError, command: Command) -> int:
         return MACHINE
     unusable = isinstance(error, NotAPackError | RawPayloadError | NewerVersionError)
     damaged = isinstance(error, FormatError | ChecksumError) and not unusable
-    return DAMAGE if command.reads == "pack" and damaged else INPUT
+    return DAMAGE if command.reads != "checkpoint" and damaged else INPUT
+
+
+def _is_of_source(error: StreamPackError, arguments: argparse.Namespace) -> bool:
+    """Whether a source, which knows no path, has raised ``error``."""
+    return isinstance(error, SourceError | LimitError) or arguments.source == STANDARD
 
 
 def _text_of(error: OSError, arguments: argparse.Namespace) -> str:

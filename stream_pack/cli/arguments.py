@@ -15,7 +15,7 @@ from stream_pack.text import printable
 
 __all__ = [
     "STANDARD", "Command", "add_file", "add_flag", "add_jobs", "add_offset", "add_option", "key_value", "local_file",
-    "nbytes", "shown_path",
+    "nbytes", "positive", "shown_path",
 ]  # fmt: skip
 
 STANDARD = "-"
@@ -27,12 +27,12 @@ class Command:
 
     ``add_arguments(parser, argv)`` declares its arguments; ``run(arguments, standard)`` returns its exit code.
     ``reads``: what its first argument, ``source``, names.  The errors of reading a pack name the file, those of reading
-    a checkpoint do not.
+    a checkpoint, or stdin, do not.
     """
 
     summary: str
     description: str
-    reads: Literal["pack", "checkpoint"]
+    reads: Literal["pack", "checkpoint", "anything"]
     add_arguments: Callable[[argparse.ArgumentParser, Sequence[str]], None]
     run: Callable[[argparse.Namespace, Standard], int]
 
@@ -84,7 +84,7 @@ def add_offset(parser: argparse.ArgumentParser) -> None:
 
 def add_jobs(parser: argparse.ArgumentParser, default: str) -> None:
     """How many threads to use."""
-    add_option(parser, "--jobs", "N", f"threads to use (default: {default})", type=_positive)
+    add_option(parser, "--jobs", "N", f"threads to use (default: {default})", type=positive)
 
 
 def nbytes(text: str) -> int:
@@ -110,13 +110,14 @@ def key_value(text: str) -> tuple[str, str]:
     return key, value
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def _path(text: str) -> str:
     if text == STANDARD:
         raise argparse.ArgumentTypeError("the file is memory-mapped, which stdin cannot be")
     return text
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stream_pack.sources.open import FileAt
     from stream_pack.writer.options import ConvertOptions
 
-__all__ = ["Told", "add_keys", "add_selection", "add_streaming", "convert_options", "note_all", "source_of"]
+__all__ = ["Told", "add_keys", "add_selection", "add_streaming", "convert_options", "key_of", "note_all", "source_of"]
 
 
 class Told(Protocol):
@@ -97,6 +97,16 @@ def source_of(arguments: argparse.Namespace, standard: Standard) -> str | int | 
     return FileAt(path, arguments.offset)
 
 
+def key_of(arguments: argparse.Namespace) -> str | list[str] | None:
+    """The ``key`` that --key names.  Raises: UsageError."""
+    given: list[str] | None = arguments.key
+    if given is None or len(given) > 1:  # several are the steps of one
+        return given
+    if not given[0]:  # a variable that was not set; the key "" itself is the step after another, or key=[""]
+        raise UsageError("--key is empty: expected the names of keys, or '.' for everything")
+    return given[0]  # a dotted path
+
+
 def convert_options(arguments: argparse.Namespace, progress: Progress | None = None) -> ConvertOptions:
     """The arguments that are options of the library, which knows the defaults of those not given."""
     from stream_pack.format.align import DEFAULT_ALIGNMENT, Alignment
@@ -105,10 +115,7 @@ def convert_options(arguments: argparse.Namespace, progress: Progress | None = N
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     names = [field.name for field in fields(ConvertOptions)]
     options = {name: given[name] for name in names if name in given}
-    if len(given.get("key", ())) == 1:  # a dotted path; several are the steps of one
-        (options["key"],) = given["key"]
-        if not options["key"]:  # a variable that was not set; the key "" itself is the step after another, or key=[""]
-            raise UsageError("--key is empty: expected the names of keys, or '.' for everything")
+    options["key"] = key_of(arguments)
     options["metadata"] = _metadata(given.get("metadata", ()))
     small = given.get("alignment", DEFAULT_ALIGNMENT.small)
     large = given.get("large_alignment", max(small, DEFAULT_ALIGNMENT.large))

@@ -76,6 +76,10 @@ class Standard:
         except OSError:
             return None
 
+    def is_terminal(self) -> bool:
+        """Whether stdout is one."""
+        return os.isatty(_STDOUT)
+
     def flush(self) -> None:
         """Flush stdout, so that it fails here and not while the interpreter exits.  Raises: OSError."""
         if _STDOUT not in self.closed:

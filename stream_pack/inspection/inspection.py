@@ -1,51 +1,90 @@
-"""The result of an inspection: tensors, parts of the file, payloads."""
+"""The result of an inspection: tensors, parts of the file, payloads, and what a conversion would make of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Literal, TypeAlias
 
-from stream_pack.format.header_kinds import KINDS
-from stream_pack.text import counted, human_nbytes, printable
+__all__ = [
+    "SCHEMA",
+    "InspectedFile",
+    "InspectedPart",
+    "InspectedPayload",
+    "InspectedTensor",
+    "Inspection",
+    "RefusedTensor",
+    "Sort",
+]
 
-__all__ = ["InspectedPart", "InspectedPayload", "InspectedTensor", "Inspection"]
+Sort: TypeAlias = Literal["size", "name", "offset"]
+"""The order of a list of tensors: the largest first; by name; as they lie in the file."""
 
-MAX_CELL = 120
-"""Characters of a cell: one long name would widen every row."""
-
-_TENSOR_PARTS = {"tensors", "payload constants", "named data", "program constants"}
+SCHEMA = 1
+"""The version of what :meth:`Inspection.to_json` returns: raised when a field changes its meaning or goes."""
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedTensor:
     """One tensor.
 
-    ``buffer`` is the number of the buffer with its bytes, None for a tensor of 0 bytes.  ``shared_with`` is the number
-    (in file order, from 0) of a tensor with exactly the same bytes, ``inside`` that of one whose bytes contain these;
-    both are usually None; numbers, so that a long name is not repeated.  ``page_aligned``: it
-    starts at a multiple of 16,384, so that it can have its own MTLBuffer.  ``dim_order``, of a tensor of ExecuTorch's
-    that is not row-major, lists its dims as they follow in memory.  ``notes`` are the texts attached to it.
+    ``number``: its place in :attr:`Inspection.rows`, from 0.  ``shared_with`` is that of a tensor with exactly the
+    same bytes, ``inside`` that of one whose bytes contain these; both are usually None; numbers, so that a long name is
+    not repeated.  ``buffer`` is the number of the buffer with its bytes, of a source that of the storage; None for a
+    tensor of 0 bytes.
 
-    Units: bytes; ``file_offset`` counts from the pack's first byte.
+    ``file``: of a set of files, the one that holds the bytes; None where several do, and of a source that is no set.
+    ``file_offset``: where the bytes begin; None where they are in no regular file as they are: they come from a pipe,
+    or are compressed, strided, or put together from parts.
+
+    ``page_aligned``: of a pack, it starts at a multiple of 16,384, so that it can have its own MTLBuffer.
+    ``dim_order``, of a tensor of ExecuTorch's that is not row-major, lists its dims as they follow in memory.
+    ``quantization``: the type of GGUF's or XNNPACK's that the bytes are of, else None.  ``notes`` are the texts
+    attached to it.
+
+    Units: bytes; ``file_offset`` counts from the pack's first byte, of a source from the file's.
     """
 
+    number: int
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    file_offset: int
+    file: str | None
+    file_offset: int | None
     buffer: int | None
     shared_with: int | None
     inside: int | None
     page_aligned: bool
     fault: str | None
     dim_order: tuple[int, ...] | None
+    quantization: str | None
     notes: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedTensor:
+    """What :func:`stream_pack.convert` refuses unless it is left out.
+
+    ``name``: in the source.  ``error``: the class of the exception; ``reason``: its message, which says what to do.
+    """
+
+    name: str
+    error: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class InspectedPart:
-    """A part of the file.  Parts of the same kind are added up."""
+    """A part of the file, or of all files of a set.  Parts of the same kind are added up."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedFile:
+    """A file that holds tensors: its name without the folder, and its length in bytes."""
 
     name: str
     nbytes: int
@@ -72,166 +111,97 @@ class InspectedPayload:
     also_used_by: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What :func:`stream_pack.inspect` says of a pack, or of a file that ExecuTorch wrote.
+    """What :func:`stream_pack.inspect` says of a pack, a file that ExecuTorch wrote, or whatever can be converted.
 
-    ``nbytes`` is the length of the pack; the nbytes of all ``parts`` add up to exactly that.  ``tensors_nbytes``
-    counts every tensor as if it shared no bytes, so it exceeds the part "tensors" (of a program: "payload constants",
-    "named data" and "program constants") by what sharing saves.
+    ``path``: empty for what has none.  ``kind``: ``"pack"``; ``"mps"``, ``"xnnpack"``, ``"ptd"`` or ``"pte"``, a file
+    of ExecuTorch's; else a source, as the report of :func:`stream_pack.convert` calls it: ``"torch zip"``,
+    ``"safetensors"``, ``"Hugging Face set of 2 files"`` ...
+
+    ``nbytes`` is the length of the pack or file, of a set that of the files which hold tensors; None where it cannot be
+    known yet.  The nbytes of all ``parts`` add up to exactly that; there are none where not every tensor has a place in
+    a file.  ``tensors_nbytes`` counts every tensor as if it shared no bytes, so it exceeds the part "tensors" (of a
+    program: "payload constants", "named data" and "program constants") by what sharing saves.
+    ``checksums``: which ones the file carries, ``"none"`` if it has none.
 
     Of a pack only: ``alignment`` (of small and large tensors) and ``block_nbytes``; ``head``, whose header it begins
-    with: ``"mps"``, ``"xnnpack"`` or ``"ptd"``; ``checksum``, the root checksum (see :attr:`Pack.checksum`); ``metal``,
-    how a Mac will use it, in a line.
+    with: ``"mps"``, ``"xnnpack"`` or ``"ptd"``; ``checksum``, the root checksum (see :attr:`Pack.checksum`), None where
+    the pack comes through a pipe; ``metal``, how a Mac will use it, in a line.
 
     Of ExecuTorch's files only: ``payloads`` of a program; ``external``, how many constants are in other files;
     ``faults``, what is wrong.
+
+    Of a source only: ``files``; ``refused``, what cannot be packed, which is not in ``rows``; ``pack_nbytes``, the
+    length of the pack that :func:`stream_pack.convert` makes with its defaults, or ``refusal``, why it makes none;
+    ``warnings`` and ``remarks``, as in its report.
 
     Units: bytes.
     """
 
     path: str
     kind: str
-    nbytes: int
+    nbytes: int | None
     tensors_nbytes: int
     metadata: dict[str, str]
-    alignment: tuple[int, int] | None
-    block_nbytes: int | None
+    checksums: str
     rows: tuple[InspectedTensor, ...]
     parts: tuple[InspectedPart, ...]
+    alignment: tuple[int, int] | None = None
+    block_nbytes: int | None = None
     head: str | None = None
     checksum: int | None = None
     metal: str | None = None
     payloads: tuple[InspectedPayload, ...] = ()
     external: int = 0
     faults: tuple[str, ...] = ()
+    files: tuple[InspectedFile, ...] = ()
+    refused: tuple[RefusedTensor, ...] = ()
+    refusal: str | None = None
+    pack_nbytes: int | None = None
+    warnings: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, object]:
-        """All fields, as values that the json module takes; the checksum as 16 hex digits."""
+    def to_json(
+        self, *, include: str | Iterable[str] = (), sort: Sort | None = None, limit: int | None = None
+    ) -> dict[str, object]:
+        """All fields, as values that the json module takes, the checksum as 16 hex digits; ``schema``, their version;
+        ``tensors``, how many there are in all.  docs/json.md explains each.
+
+        ``include``: globs over whole names, of which one must match; ``limit``: so many rows at most.
+
+        Raises: SourceError when ``include`` leaves nothing; OptionError.
+        """
+        from stream_pack.inspection.choice import choose
+
+        chosen = choose(self, include=include, sort=sort)
         return {
+            "schema": SCHEMA,
             **{field.name: getattr(self, field.name) for field in fields(self)},
             "tensors": len(self.rows),
-            "rows": [{name: getattr(row, name) for name in row.__slots__} for row in self.rows],
+            "rows": [{name: getattr(row, name) for name in row.__slots__} for row in chosen.rows[:limit]],
             "parts": [asdict(part) for part in self.parts],
             "payloads": [asdict(payload) for payload in self.payloads],
+            "files": [asdict(file) for file in self.files],
+            "refused": [asdict(refused) for refused in chosen.refused],
             "checksum": None if self.checksum is None else f"{self.checksum:016x}",
         }
 
-    def to_text(self, width: int | None = None) -> str:
-        """Tables; names are cut to fit ``width`` columns, and to 120 characters in any case."""
-        return "\n".join(_lines(self, width))
+    def to_text(
+        self,
+        width: int | None = None,
+        *,
+        include: str | Iterable[str] = (),
+        sort: Sort | None = None,
+        limit: int | None = None,
+        fold: bool = False,
+    ) -> str:
+        """Tables; names are cut to fit ``width`` columns, and to 120 characters in any case.
 
+        ``fold``: tensors whose names differ in a number only, and which are alike otherwise, share a row:
+        ``layers.{0..31}.wq``.  ``limit``: so many rows at most.  The rest: as for :meth:`to_json`.
+        """
+        from stream_pack.inspection.choice import choose
+        from stream_pack.inspection.text import lines
 
-def _flags(row: InspectedTensor, rows: Sequence[InspectedTensor]) -> str:
-    """What is special about a tensor, in words."""
-    words = []
-    if row.shared_with is not None:
-        words.append(f"tied with {_cell(rows[row.shared_with].name)}")
-    if row.inside is not None:
-        words.append(f"in {_cell(rows[row.inside].name)}")
-    if row.page_aligned:
-        words.append("page")
-    if row.dim_order is not None:
-        words.append(f"dim order {' '.join(map(str, row.dim_order))}")
-    words += [_cell(f"{key} = {value}") for key, value in row.notes.items()]
-    if row.fault is not None:
-        words.append(f"FAULT: {row.fault}")
-    return ", ".join(words)
-
-
-def _lines(inspection: Inspection, width: int | None) -> Iterator[str]:
-    rows = [
-        (
-            _cell(row.name),
-            _cell(row.dtype),
-            _cell(f"[{', '.join(map(str, row.shape))}]"),
-            str(row.nbytes),
-            str(row.file_offset),
-            _flags(row, inspection.rows),
-        )
-        for row in inspection.rows
-    ]
-    yield from _table(("name", "dtype", "shape", "nbytes", "file offset", ""), rows, right={3, 4}, width=width)
-    yield ""
-    if inspection.payloads:
-        yield from _payload_table(inspection.payloads)
-        yield ""
-    total = inspection.nbytes
-    parts = [
-        (name, str(nbytes), human_nbytes(nbytes), f"{100 * nbytes / total:.2f} %")
-        for name, nbytes in map(astuple, inspection.parts)
-    ]
-    parts.append(("file", str(total), human_nbytes(total), ""))
-    yield from _table(("what fills the file", "nbytes", "", ""), parts, right={1, 2, 3}, width=None)
-    yield ""
-    yield from _remarks(inspection)
-
-
-def _remarks(inspection: Inspection) -> Iterator[str]:
-    """What follows the tables."""
-    shared = inspection.tensors_nbytes - sum(part.nbytes for part in inspection.parts if part.name in _TENSOR_PARTS)
-    saved = f", {human_nbytes(shared)} of them shared" if shared > 0 else ""
-    yield (
-        f"{counted(len(inspection.rows), 'tensor')}, {inspection.tensors_nbytes} bytes "
-        f"({human_nbytes(inspection.tensors_nbytes)}){saved}"
-    )
-    if inspection.external:
-        yield f"{inspection.external} more {'is' if inspection.external == 1 else 'are'} in other files"
-    for fault in inspection.faults:
-        yield f"fault: {printable(fault)}"
-    if inspection.alignment is not None and inspection.block_nbytes is not None:
-        small, large = inspection.alignment
-        yield f"aligned to {small} bytes, large ones to {large}; checksums of {human_nbytes(inspection.block_nbytes)}"
-    if inspection.checksum is not None:
-        yield f"root checksum {inspection.checksum:016x}"
-    if inspection.head not in (None, "mps"):
-        yield f"ExecuTorch reads it as {KINDS[inspection.head].pack_as}"
-    for key, value in inspection.metadata.items():
-        yield f"metadata {printable(key)} = {printable(value)}"
-    if inspection.metal is not None:
-        yield inspection.metal
-
-
-def _payload_table(payloads: Sequence[InspectedPayload]) -> Iterator[str]:
-    rows = []
-    for payload in payloads:
-        words = [counted(payload.constants, "constant")] if payload.constants else []
-        words += [f"{len(payload.keyed)} by key"] if payload.keyed else []
-        words += [f"inspect with --offset {payload.file_offset}"] if payload.kind == "pack" else []
-        if payload.also_used_by:
-            words.append(f"also of {_cell(', '.join(payload.also_used_by))}")
-        rows.append(
-            (
-                _cell(payload.name),
-                _cell(payload.backend),
-                payload.kind,
-                str(payload.nbytes),
-                str(payload.file_offset),
-                ", ".join(words),
-            )
-        )
-    head = ("payload of", "backend", "kind", "nbytes", "file offset", "")
-    yield from _table(head, rows, right={3, 4}, width=None)
-
-
-def _cell(text: str) -> str:
-    """``text`` for a table: printable, and cut to MAX_CELL characters."""
-    return _fit(printable(text[: MAX_CELL + 1]), MAX_CELL)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int], width: int | None) -> Iterator[str]:
-    """Columns side by side, ``right`` ones flush right; the first is cut when ``width`` is too small."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    if width is not None:
-        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
-        widths[0] = max(min(widths[0], width - rest), len(head[0]), 12)
-    for row in (head, *rows):
-        cells = [_fit(cell, size) for cell, size in zip(row, widths)]
-        yield "  ".join(
-            cell.rjust(size) if column in right else cell.ljust(size)
-            for column, (cell, size) in enumerate(zip(cells, widths))
-        ).rstrip()
-
-
-def _fit(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
+        return "\n".join(lines(self, choose(self, include=include, sort=sort), width=width, limit=limit, fold=fold))

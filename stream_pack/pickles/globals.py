@@ -325,6 +325,16 @@ def _unpackable(what: str, advice: str) -> Callable[..., object]:
     return lambda *_args: value
 
 
+def _rebuild_qtensor(*args: object) -> Unpackable:
+    """torch passes a storage, offset, shape, strides, and the quantizer's parameters, the first of them its kind."""
+    how = []
+    if args and type(args[0]) is TypedStorage and args[0].dtype is not None:
+        how.append(args[0].dtype)
+    if len(args) > 4 and isinstance(args[4], tuple) and args[4] and isinstance(args[4][0], Opaque):
+        how.append(args[4][0].name.removeprefix("torch."))
+    return Unpackable(f"quantized ({', '.join(how)})" if how else "quantized", "save x.dequantize()")
+
+
 def _rebuild_wrapper_subclass(*args: object) -> object:
     kind = args[0] if args else None
     name = kind.name if isinstance(kind, Opaque | Callee) else "?"
@@ -370,7 +380,7 @@ _CALLS: dict[str, Callable[..., object]] = {
     "torch._tensor._rebuild_from_type": _rebuild_from_type,
     "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch._utils._rebuild_wrapper_subclass": _rebuild_wrapper_subclass,
-    "torch._utils._rebuild_qtensor": _unpackable("quantized", "save x.dequantize()"),
+    "torch._utils._rebuild_qtensor": _rebuild_qtensor,
     "torch._utils._rebuild_sparse_tensor": _unpackable("sparse", "save x.to_dense()"),
     "torch._utils._rebuild_sparse_csr_tensor": _unpackable("sparse", "save x.to_dense()"),
     "torch._utils._rebuild_nested_tensor": lambda *_args: _NESTED,

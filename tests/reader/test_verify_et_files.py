@@ -104,6 +104,7 @@ def test_every_byte_of_data_counts_in_files_of_executorchs_own(tmp_path: Path) -
         rows = stream_pack.inspect(source).rows
         assert stream_pack.verify(source).nbytes == sum(row.nbytes for row in rows)
         for row in rows:
+            assert row.file_offset is not None
             for place in (row.file_offset, row.file_offset + row.nbytes - 1):
                 (tmp_path / "file").write_bytes(flipped(source.read_bytes(), place))
                 (damage,) = stream_pack.verify(tmp_path / "file").damages

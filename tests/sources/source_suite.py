@@ -7,6 +7,7 @@ A subclass says how to make the source (fixture ``make``) and, from somewhere el
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from stream_pack.format.dtypes import DTYPES
 from stream_pack.pipeline.adapt.select import take_rows
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.chunks import Zeros
+from stream_pack.pipeline.places import NOWHERE, SourceFile
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.pipeline.spool import Spool
 from stream_pack.sources.sets.composite import JoinedSource, Member
@@ -82,6 +84,16 @@ def collect(source: Source, requests: Requests, stream_options: StreamOptions) -
             assert memoryview(chunk).c_contiguous
         chunks[buffer].append(chunk)
     return [b"".join(bytes(part.nbytes) if isinstance(part, Zeros) else part for part in parts) for parts in chunks]
+
+
+def stored(file: SourceFile, offset: int, nbytes: int) -> bytes:
+    """What a file holds there."""
+    if file.descriptor is not None:
+        return os.pread(file.descriptor, nbytes, offset)
+    assert file.path is not None
+    with open(file.path, "rb") as opened:
+        opened.seek(offset)
+        return opened.read(nbytes)
 
 
 class SourceSuite:
@@ -153,6 +165,25 @@ class SourceSuite:
             data = collect(source, requests, options(chunk_nbytes=7, spool=spool))
             assert data == [expected[source.catalog.names[k]].data for k in twice]
 
+    def test_places_hold_the_bytes_that_are_streamed(
+        self, make: MakeSource, expected: dict[str, Expected], spool: Spool
+    ) -> None:
+        with make() as source:
+            catalog = source.catalog
+            tensors, requests = requests_for(catalog)
+            places = source.places(requests)
+            assert len(places.numbers) == len(places.offsets) == len(requests)
+            middles = Requests(requests.storages, requests.starts + 1, requests.nbytes - 1)
+            inside = source.places(middles).offsets
+            for k, number, offset, later in zip(tensors, places.numbers.tolist(), places.offsets.tolist(), inside):
+                assert later == (offset if offset == NOWHERE else offset + 1)
+                if offset != NOWHERE:
+                    data = expected[catalog.names[k]].data
+                    assert stored(places.files[number], offset, len(data)) == data
+            # To ask changes nothing for the stream.
+            received = collect(source, requests, options(chunk_nbytes=4096, spool=spool))
+            assert received == [expected[catalog.names[k]].data for k in tensors]
+
     def test_in_order_means_one_buffer_after_the_other(
         self, make: MakeSource, expected: dict[str, Expected], spool: Spool
     ) -> None:
@@ -210,6 +241,13 @@ class SourceSuite:
                 found = wrapper.demand(requests, in_order=in_order, chunk_nbytes=7)
                 assert found.spool_nbytes == wanted.spool_nbytes
                 assert (found.arrival is None) == (wanted.arrival is None)
+                assert wrapper.checksums == source.checksums
+                places, told = source.places(requests), wrapper.places(requests)
+                assert places.files == told.files
+                assert (places.numbers.tolist(), places.offsets.tolist()) == (
+                    told.numbers.tolist(),
+                    told.offsets.tolist(),
+                )
                 for given, expected in zip(found.arrival or (), wanted.arrival or ()):
                     assert given.tolist() == expected.tolist()
 

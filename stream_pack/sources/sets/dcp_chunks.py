@@ -145,7 +145,8 @@ def look_at_chunk(folder: Path, tensor: ShardedTensor, place: Place, files: File
         raise
 
 
-def _opened(path: Path, tensor: ShardedTensor, place: Place, files: FilesRead, *, read_ahead_nbytes: int = READ_AHEAD_NBYTES
+def _opened(
+    path: Path, tensor: ShardedTensor, place: Place, files: FilesRead, *, read_ahead_nbytes: int = READ_AHEAD_NBYTES
 ) -> TorchZipSource:
     stream = ByteStream.open_range(path, place.begin, place.nbytes)
     stream.read_ahead_nbytes = read_ahead_nbytes

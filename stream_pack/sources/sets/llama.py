@@ -110,7 +110,8 @@ class LlamaSource(Source):
         starts = catalog.starts[rows] + requests.starts[whole]
         found = self._shards[0].places(Requests(catalog.storages[rows], starts, requests.nbytes[whole]))
         none = Requests(*np.empty((3, 0), np.int64))
-        others = [([], shard.places(none)) for shard in self._shards[1:]]
+        nowhere: list[int] = []
+        others = [(nowhere, shard.places(none)) for shard in self._shards[1:]]
         return Places.joined(len(requests), [(whole, found), *others])
 
     def check_unchanged(self) -> None:

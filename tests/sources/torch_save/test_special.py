@@ -90,15 +90,17 @@ def test_a_tensor_made_of_two_is_refused(opened: Opened) -> None:
 
 
 QUANTIZED: dict[str, Callable[[], torch.Tensor]] = {
-    "per tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "per channel": lambda: torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8),
-    "four bits": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint4x2),
+    "qint8, per_tensor_affine": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "quint8, per_channel_affine": lambda: torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.quint8
+    ),
+    "quint4x2, per_tensor_affine": lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint4x2),
 }
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_tensors_are_refused(opened: Opened, kind: str) -> None:
-    with pytest.raises(UnsupportedTensorError, match=r"tensor 'w' is quantized: save x\.dequantize"):
+    with pytest.raises(UnsupportedTensorError, match=rf"tensor 'w' is quantized \({kind}\): save x\.dequantize"):
         opened({"w": QUANTIZED[kind]()})
 
 
