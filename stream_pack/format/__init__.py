@@ -2,7 +2,8 @@
 
 * ``limits``, ``dtypes``, ``align``, ``checksum``: the constants and rules that everything else uses.
 * ``catalog``: what a source holds.  ``layout``: from a catalog to the place of every byte.
-* ``index``: tensors and buffers as columns, encoded and decoded.  ``ragged``, ``ranges``: columns of rows, of ranges.
+* ``index``: tensors and buffers as columns, encoded and decoded.  ``ragged``, ``ranges``, ``names``: columns of rows,
+  of ranges, of names; ``rows``: columns read row by row.
 * ``header``, ``graph_mps``, ``graph_xnnpack``, ``graph_ptd``: the header kinds, each with ExecuTorch's flatbuffer;
   ``header_kinds``: the table of them; ``graph_mps_nodes``: what an MPS graph computes with.  ``records``: locator and
   footer.

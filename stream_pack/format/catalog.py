@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stream_pack.errors import LimitError, SourceError, StreamPackError, UnsupportedTensorError
 from stream_pack.format.dtypes import BITS, BY_NAME, DTYPES
 from stream_pack.format.limits import MAX_NBYTES, MAX_RANK
+from stream_pack.format.names import Names
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
@@ -42,7 +43,7 @@ class Catalog:
     Units: bytes; ``starts`` counts from the storage's first byte.
     """
 
-    names: Sequence[str]
+    names: Names
     dtypes: NDArray[np.uint8]
     dims: Ragged[np.int64]
     nbytes: NDArray[np.int64]
@@ -97,10 +98,11 @@ _PLACE = BY_NAME["uint8"]
 
 
 class CatalogBuilder:
-    """Collects tensors one by one into columns (about 40 bytes a tensor beside its name)."""
+    """Collects tensors one by one into columns (about 50 bytes a tensor beside its name)."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._names = bytearray()
+        self._names_ends = array("q")
         self._known: set[str] = set()
         self._dtypes = array("B")
         self._dims = array("q")
@@ -113,7 +115,7 @@ class CatalogBuilder:
         self._refused: dict[int, StreamPackError] = {}
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names_ends)
 
     def add(
         self,
@@ -148,18 +150,19 @@ class CatalogBuilder:
             )
         nbytes = tensor_nbytes(name, dtype, shape)
         if notes:
-            self._notes.extend((len(self._names), key, value) for key, value in notes.items())
+            self._notes.extend((len(self), key, value) for key, value in notes.items())
         self._known.add(name)
         self._append(name, dtype, shape, nbytes, storage=storage, start=start)
         return nbytes
 
     def refuse(self, name: str, error: StreamPackError) -> None:
         """Append a row for what no pack can hold; ``error`` is raised if it is taken."""
-        self._refused[len(self._names)] = error.with_traceback(None)  # which would keep all that it passed alive
+        self._refused[len(self)] = error.with_traceback(None)  # which would keep all that it passed alive
         self._append(name, _PLACE, (0,), 0, storage=0, start=0)
 
     def _append(self, name: str, dtype: int, shape: Sequence[int], nbytes: int, *, storage: int, start: int) -> None:
-        self._names.append(name)
+        self._names += name.encode("utf-8", "surrogatepass")  # what is refused may have any name
+        self._names_ends.append(len(self._names))
         self._dtypes.append(dtype)
         self._dims.extend(shape)
         self._dims_ends.append(len(self._dims))
@@ -174,7 +177,7 @@ class CatalogBuilder:
     def build(self, *, storages_nbytes: int, metadata: Mapping[str, str] | None = None) -> Catalog:
         """The finished columns."""
         return Catalog(
-            names=tuple(self._names),
+            names=Names(Ragged(np.array(self._names, np.uint8), np.array(self._names_ends, np.int64))),
             dtypes=np.array(self._dtypes, np.uint8),
             dims=Ragged(np.array(self._dims, np.int64), np.array(self._dims_ends, np.int64)),
             nbytes=np.array(self._nbytes, np.int64),

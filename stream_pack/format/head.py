@@ -70,12 +70,17 @@ class Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedHead:
-    """A head ready to be written: ``front``, then ``padding_nbytes`` zeros, then ``locator``."""
+    """A head ready to be written: ``parts``, then ``padding_nbytes`` zeros, then ``locator``."""
 
-    front: bytes
+    parts: tuple[bytes | memoryview, ...]
     padding_nbytes: int
     locator: bytes
     head: Head
+
+    @property
+    def front(self) -> bytes:
+        """``parts`` as one: a copy."""
+        return b"".join(self.parts)
 
 
 def encode_head(layout: Layout, front: Front) -> EncodedHead:
@@ -93,13 +98,13 @@ def encode_head(layout: Layout, front: Front) -> EncodedHead:
     used = index_file_offset + len(index_bytes) + LOCATOR_NBYTES
     region_file_offset = align_up(used, index.alignment.region)
     header_and_graph = front.kind.pack(graph_bytes, region_file_offset, layout.region_nbytes)
-    before = b"".join((*header_and_graph, bytes(index_file_offset - graph_end), index_bytes))
+    parts = (*header_and_graph, bytes(index_file_offset - graph_end), index_bytes)
     pack_nbytes = region_file_offset + layout.region_nbytes + index.checksums_nbytes + FOOTER_NBYTES
     locator = Locator(index_file_offset, len(index_bytes), pack_nbytes, checksum=0)
     padding_nbytes = region_file_offset - used
-    checksum = xxh3((before, *zeros(padding_nbytes), locator.covered()))
+    checksum = xxh3((*parts, *zeros(padding_nbytes), locator.covered()))
     return EncodedHead(
-        front=before,
+        parts=parts,
         padding_nbytes=padding_nbytes,
         locator=replace(locator, checksum=checksum).encode(),
         head=Head(

@@ -26,6 +26,7 @@ from stream_pack.format.dtypes import BITS, BY_NAME
 from stream_pack.format.flatbuf import Table, root_table
 from stream_pack.format.flatbuf_write import check_flatbuffer_nbytes
 from stream_pack.format.limits import MAX_DTYPES, MAX_NBYTES, MAX_RANK
+from stream_pack.format.names import Names
 from stream_pack.format.ragged import Ragged
 from stream_pack.text import quoted
 
@@ -228,13 +229,9 @@ class NoteColumns(TypedDict):
 
 
 def name_columns(names: Sequence[str]) -> NameColumns:
-    """The columns for names in tensor order."""
-    encoded = [name.encode() for name in names]
-    return {
-        "name_ends": np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded))),
-        "names": np.frombuffer(b"".join(encoded), np.uint8),
-        "name_order": np.array(sorted(range(len(encoded)), key=encoded.__getitem__), np.uint32),
-    }
+    """The columns for names in tensor order.  Copies: none of :class:`stream_pack.format.names.Names`."""
+    names = Names.of(names)
+    return {"name_ends": names.column.ends, "names": names.column.values, "name_order": names.order()}
 
 
 def note_columns(metadata: Mapping[str, str], notes: Sequence[tuple[int, str, str]]) -> NoteColumns:
@@ -277,14 +274,13 @@ _TYPES: tuple[tuple[str, type[np.unsignedinteger[Any]]], ...] = (
 _COLUMNS = {name: (slot, dtype) for slot, (name, dtype) in enumerate(_TYPES, _DTYPE_NAMES + 1)}
 
 
-def encode_index(index: Index) -> bytes:
+def encode_index(index: Index) -> memoryview:
     """The flatbuffer ``SPI1``.
 
     Raises: LimitError when it would reach 2 GiB.
     """
-    longest = (index.names, index.note_text, index.dims, index.name_ends)
-    total = (1 << 12) + sum(column.nbytes for column in longest)
-    total += 64 * len(index) + 16 * len(index.buffer_offsets) + 20 * len(index.note_tensors)
+    total = 1 << 12  # for all but the columns
+    total += sum(getattr(index, name).size * np.dtype(dtype).itemsize for name, (_, dtype) in _COLUMNS.items())
     check_flatbuffer_nbytes(total, f"an index for {len(index)} tensors")
     builder = flatbuffers.Builder(total)
     names = [builder.CreateString(name) for name in index.dtype_names]
@@ -303,7 +299,7 @@ def encode_index(index: Index) -> bytes:
     for slot, offset in offsets.items():
         builder.PrependUOffsetTRelativeSlot(slot, offset, 0)
     builder.Finish(builder.EndObject(), IDENTIFIER)
-    return bytes(builder.Output())
+    return memoryview(builder.Bytes)[builder.Head() :]  # Output() is a copy
 
 
 def decode_index(data: memoryview, *, region_nbytes: int) -> Index:

@@ -19,6 +19,7 @@ from stream_pack.format.checksum import BLOCK_NBYTES, check_block_nbytes
 from stream_pack.format.dtypes import BITS, DTYPES
 from stream_pack.format.index import NO_BUFFER, Index, name_columns, note_columns
 from stream_pack.format.limits import MAX_NBYTES, MAX_TENSORS
+from stream_pack.format.rows import rows
 
 __all__ = ["Layout", "Policy", "plan", "refuse_blowup"]
 
@@ -211,8 +212,8 @@ def _hosts(
     cluster = np.flatnonzero(~overlaps)
     sizes = np.diff(cluster, append=count)
     for begin, size in zip(cluster[sizes > 1].tolist(), sizes[sizes > 1].tolist()):
-        rows = order[begin : begin + size]
-        hosts[rows] = rows[_cluster_hosts(start[begin : begin + size], end[begin : begin + size], rows, alignment)]
+        mates = order[begin : begin + size]
+        hosts[mates] = mates[_cluster_hosts(start[begin : begin + size], end[begin : begin + size], mates, alignment)]
     return hosts
 
 
@@ -278,8 +279,7 @@ def _used_nbytes(catalog: Catalog, used: NDArray[np.int64]) -> int:
             storages[row], begins[row], ends[row] = known[int(storages[row])]
     order = np.lexsort((begins, storages))
     total, last, reach = 0, None, 0
-    rows = (column[order].tolist() for column in (storages, begins, ends))
-    for storage, begin, end in zip(*rows):
+    for storage, begin, end in rows(storages[order], begins[order], ends[order]):
         if storage != last:
             last, reach = storage, 0
         total += max(0, end - max(begin, reach))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_pack.format.catalog import Catalog
+from stream_pack.format.rows import rows
 from stream_pack.pipeline.arrival import Arrival, one_after_another, one_pass
 from stream_pack.pipeline.chunks import Piece
 from stream_pack.pipeline.places import Places
@@ -37,7 +38,7 @@ class Requests:
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
         """(storage, start, nbytes) of each buffer."""
-        return zip(self.storages.tolist(), self.starts.tolist(), self.nbytes.tolist())
+        return rows(self.storages, self.starts, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,10 @@ class PackWriter:
         Raises: OSError (ENOSPC among others).
         """
         self._sink.begin(self.head.pack_nbytes, reserve=reserve)
-        self._sink.put(0, self._encoded.front)
+        position = 0
+        for part in self._encoded.parts:
+            self._sink.put(position, part)
+            position += len(part)
         locator = self._encoded.locator
         self._sink.put(self.head.region_file_offset - len(locator), locator)
 

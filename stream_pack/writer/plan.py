@@ -109,7 +109,7 @@ def allow_planning(catalog: Catalog, max_memory: int | None) -> None:
     """Raises: LimitError when planning alone would take more memory than is allowed."""
     nbytes = (
         len(catalog) * PLANNED_NBYTES
-        + NAME_COPIES * sum(map(len, catalog.names))
+        + NAME_COPIES * catalog.names.column.values.nbytes
         + METADATA_COPIES * sum(len(key) + len(text) for key, text in catalog.metadata.items())
     )
     if nbytes > SMALL_NBYTES:  # else the budget names the least that is enough for everything

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stream_pack.errors import OptionError, SourceError
 from stream_pack.format.catalog import Catalog
+from stream_pack.format.names import Names
 from stream_pack.text import listed, quoted, shown
 
 __all__ = ["Order", "Rename", "Selected", "Selection", "matches", "select", "take_rows"]
@@ -188,7 +189,7 @@ def take_rows(catalog: Catalog, rows: NDArray[np.intp], names: Sequence[str]) ->
     new_row = {row: number for number, row in enumerate(rows.tolist())} if looked_up else {}
     return replace(
         catalog,
-        names=tuple(names),
+        names=Names.of(names),
         dtypes=catalog.dtypes[rows],
         dims=catalog.dims.take(rows),
         nbytes=catalog.nbytes[rows],

@@ -17,6 +17,7 @@ from stream_pack.errors import FormatError, LimitError
 from stream_pack.et_files.payload import ReadFile
 from stream_pack.et_files.survey import Survey
 from stream_pack.format.header_kinds import KINDS
+from stream_pack.format.names import Names
 from stream_pack.format.records import Footer
 from stream_pack.pipeline.adapt.source import AdaptedSource
 from stream_pack.pipeline.arrival import one_pass
@@ -95,7 +96,7 @@ def _with_packs(source: ExportedSource, stream: ByteStream, survey: Survey) -> S
             if payload.kind == "pack":
                 pack: Source = PackSource(stream.part(payload.file_offset, payload.nbytes), within=True)
                 metadata = pack.catalog.metadata
-                names = tuple(f"{payload.users[0]}/{name}" for name in pack.catalog.names)
+                names = Names.of(f"{payload.users[0]}/{name}" for name in pack.catalog.names)
                 pack = AdaptedSource(pack, replace(pack.catalog, names=names), range(len(names)))
                 members.append(Member(payload.users[0], pack, range(len(names))))
         if len(members) == 1:

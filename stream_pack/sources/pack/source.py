@@ -18,6 +18,7 @@ from stream_pack.format.checksum import BlockHasher
 from stream_pack.format.dtypes import BY_NAME
 from stream_pack.format.head import Head
 from stream_pack.format.index import NO_BUFFER, PACK_NOTE, Index
+from stream_pack.format.names import Names
 from stream_pack.format.proof import (
     END_NBYTES,
     START_NBYTES,
@@ -229,7 +230,7 @@ def _end(stream: ByteStream) -> bytes | None:
 
 
 def _catalog(index: Index) -> Catalog:
-    names = tuple(index.name(tensor) for tensor in range(len(index)))
+    names = Names(index.ragged_names)
     if len(set(names)) < len(names):
         raise FormatError("two tensors of the pack have the same name; the pack is damaged")
     known = np.array([name in BY_NAME for name in index.dtype_names], bool)
