@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import itertools
+import json
 import re
 import runpy
 import shutil
@@ -66,6 +67,9 @@ def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     torch.save({"embedding.weight": embedding}, tmp_path / "model.pt")
     stream_pack.save_file({"embedding.weight": embedding}, tmp_path / "model.pack")
     shutil.copy(PROGRAM, tmp_path / "program.pte")
+    (tmp_path / "sharded").mkdir()
+    told = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 0]}})}
+    safetensors.torch.save_file({"w": embedding}, tmp_path / "sharded" / "shard-00001.safetensors", told)
     for block in blocks_of(page):
         for beginning, name in AS_FILES.items():
             if beginning in block.text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -28,7 +29,7 @@ from stream_pack.pipeline.bytestream import ByteStream
 from stream_pack.sources.data_section import DataSectionSource
 from stream_pack.text import quoted
 
-__all__ = ["SafetensorsSource"]
+__all__ = ["JOIN_PIECES", "SafetensorsSource"]
 
 HEADER_COPIES = 3
 MEMBER_NBYTES = 150
@@ -36,8 +37,14 @@ ELEMENT_NBYTES = 40
 """Memory that the header takes while it is parsed: lengths of it, and for each colon and each comma (measured)."""
 
 METADATA_KEY = "__metadata__"
-SHARDS_KEY = "DCP_SHARDING_INFO"
-"""torch.distributed.checkpoint's metadata where the "tensors" are pieces of tensors."""
+PIECES_KEY = "DCP_SHARDING_INFO"
+"""torch's ``HuggingFaceStorageWriter`` writes it into every file: where each "tensor" begins in the one that it may be
+a piece of; not how long that is.  Source: torch/distributed/checkpoint/filesystem.py, ``_write_files_from_queue``."""
+
+JOIN_PIECES = (
+    "join the files of all ranks first, with torch's consolidate_safetensors_files (docs/troubleshooting.md shows "
+    "how), or save with enable_consolidation=True"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,16 @@ class SafetensorsSource(DataSectionSource):
     Lifetime: owns ``stream``, positioned at the file's first byte.
     A tensor whose dtype has no place in a pack is refused if it is taken.
 
+    ``pieces``: whether the file says that its tensors may be pieces of larger ones: None if not, else whether all begin
+    where theirs do.  Such tensors are refused, but for those of a set that proves them whole.
+
     Raises: UnsupportedCheckpointError for a header that breaks a rule of the format, TruncatedSourceError; of a pipe's
     length, only :meth:`stream` can tell.
     """
 
     def __init__(self, stream: ByteStream, *, watch: MemoryWatch = UNLIMITED) -> None:
         entries, metadata = _parse(_read_header(stream, watch))
+        self.pieces = _pieces(entries, metadata.pop(PIECES_KEY, None))
         data_nbytes = _check_offsets(entries)
         builder = CatalogBuilder()
         for entry in entries:
@@ -92,6 +103,15 @@ class SafetensorsSource(DataSectionSource):
         )
         if stream.file_nbytes is not None:
             self._check_end(stream.file_nbytes)
+
+    def refuse(self, rows: Iterable[int]) -> None:
+        taken = list(rows)
+        if self.pieces is not None and taken:
+            raise UnsupportedCheckpointError(
+                f"the safetensors metadata holds {PIECES_KEY}: what the file has may be pieces of tensors, as each "
+                f"rank of a distributed save writes its own, and nothing proves them whole; {JOIN_PIECES}"
+            )
+        super().refuse(taken)
 
     def _check_end_of_pipe(self) -> None:
         if not self._stream.at_end():
@@ -169,11 +189,6 @@ def _check_metadata(metadata: object) -> dict[str, str]:
         raise UnsupportedCheckpointError(
             f"the safetensors header's {METADATA_KEY} is a {type(metadata).__name__}, expected an object"
         )
-    if SHARDS_KEY in metadata:
-        raise UnsupportedCheckpointError(
-            f"the safetensors metadata holds {SHARDS_KEY}: the file is one rank's part of a distributed checkpoint "
-            "and holds shards, not tensors; consolidate the checkpoint first"
-        )
     for key, value in metadata.items():
         if not isinstance(value, str):
             raise UnsupportedCheckpointError(
@@ -186,6 +201,25 @@ def _check_metadata(metadata: object) -> dict[str, str]:
             "the safetensors metadata holds a lone surrogate, which no UTF-8 text can"
         ) from None
     return metadata
+
+
+def _pieces(entries: list[_Entry], text: str | None) -> bool | None:
+    """``pieces`` of the source, from the text under :data:`PIECES_KEY`.  What cannot be read is no proof."""
+    if text is None:
+        return None
+    try:
+        told = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(told, dict):
+        return False
+    offsets = [
+        told[entry.name].get("saved_offsets") if isinstance(told.get(entry.name), dict) else None for entry in entries
+    ]
+    return all(
+        isinstance(begin, list) and len(begin) == len(entry.shape) and not any(begin)
+        for begin, entry in zip(offsets, entries)
+    )
 
 
 def _entry(name: str, value: object) -> _Entry:

@@ -231,7 +231,7 @@ BROKEN_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "has metadata that is a list": ({"__metadata__": [], "w": TWO}, b"ab", "__metadata__"),
     "has metadata that is not text": ({"__metadata__": {"a": 1}, "w": TWO}, b"ab", "'a'"),
     "has a lone surrogate in metadata": ({"__metadata__": {"a": "\ud800"}, "w": TWO}, b"ab", "surrogate"),
-    "holds shards": ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": TWO}, b"ab", "shards, not tensors"),
+    "holds shards": ({"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "w": TWO}, b"ab", "may be pieces of tensors"),
 }
 
 

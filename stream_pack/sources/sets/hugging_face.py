@@ -17,7 +17,16 @@ from stream_pack.errors import StreamPackError, UnsupportedCheckpointError
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.file_state import FilesRead
 from stream_pack.pipeline.source import Source
-from stream_pack.sources.sets.composite import JoinedSource, Member, OpenFile, member_path, open_members, opened
+from stream_pack.sources.safetensors import SafetensorsSource
+from stream_pack.sources.sets.composite import (
+    JoinedSource,
+    Member,
+    OpenFile,
+    member_path,
+    open_members,
+    opened,
+    say_where,
+)
 from stream_pack.text import MAX_LISTED, listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
@@ -42,23 +51,53 @@ def open_hugging_face(index: Path, *, open_file: OpenFile, watch: MemoryWatch) -
     """The tensors that the index at ``index`` names, file by file in the order of the files' names, each
     file in its own order.
 
-    Tensors of the files that the index does not name are left out, and counted in a warning.  ``total_size`` is
-    not looked at: tools have written it in several ways.  ``watch`` is asked about the index.
+    Tensors of the files that the index does not name are left out, and counted in a warning.  ``total_size`` is only
+    looked at where files say that their tensors may be pieces, because tools have written it in several ways.
+    ``watch`` is asked about the index.
 
     Raises: UnsupportedCheckpointError for an index that breaks a rule, names a file that is not there or a tensor that
     is not in its file; what ``open_file`` raises; LimitError; OSError.
     """
     read = FilesRead()
-    files = _read_index(index, read, watch)
+    files, total_nbytes = _read_index(index, read, watch)
     paths = [member_path(index.parent, name, named_by=quoted(index.name)) for name in files]
     sources = open_members(paths, open_file)
     try:
         watch.allow(JOINED_NBYTES * sum(len(source.catalog) for source in sources))
+        _prove_whole(files, sources, total_nbytes)
         return _join(index.name, files, sources, read)
     except BaseException:
         for source in sources:
             source.close()
         raise
+
+
+def _prove_whole(files: dict[str, dict[str, None]], sources: list[Source], total_nbytes: int | None) -> None:
+    """Where files say that their tensors may be pieces: they are whole if each begins where its tensor does, and they
+    add up to what the index, which is written once for all ranks, says of the tensors.
+
+    Raises: UnsupportedCheckpointError naming the first file otherwise.
+    """
+    in_pieces = [
+        (file, source)
+        for file, source in zip(files, sources, strict=True)
+        if isinstance(source, SafetensorsSource) and source.pieces is not None
+    ]
+    if not in_pieces:
+        return
+    found = sum(
+        nbytes
+        for wanted, source in zip(files.values(), sources, strict=True)
+        for name, nbytes in zip(source.catalog.names, source.catalog.nbytes.tolist())
+        if name in wanted
+    )
+    for file, source in in_pieces:
+        if not source.pieces or found != total_nbytes:
+            try:
+                source.refuse(range(len(source.catalog)))
+            except UnsupportedCheckpointError as error:
+                say_where(error, quoted(file))
+                raise
 
 
 def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], read: FilesRead) -> Source:
@@ -121,8 +160,8 @@ def _said_twice(elsewhere: list[tuple[str, str]], taken_from: Mapping[str, str])
         yield f"{rest} tensors more are in two files; each was taken from the one that the index names"
 
 
-def _read_index(path: Path, read: FilesRead, watch: MemoryWatch) -> dict[str, dict[str, None]]:
-    """The names of the tensors of each file, files in the order of their names."""
+def _read_index(path: Path, read: FilesRead, watch: MemoryWatch) -> tuple[dict[str, dict[str, None]], int | None]:
+    """The names of the tensors of each file, files in the order of their names; and the index's ``total_size``."""
     with opened(path, read) as file:
         watch.allow(INDEX_COPIES * min(os.fstat(file.fileno()).st_size, MAX_INDEX_NBYTES))
         text = file.read(MAX_INDEX_NBYTES + 1)
@@ -143,7 +182,9 @@ def _read_index(path: Path, read: FilesRead, watch: MemoryWatch) -> dict[str, di
         if type(file) is not str:
             raise _not_an_index(path, f"places {quoted(tensor)} in {shown(file)}")
         files.setdefault(file, {})[tensor] = None
-    return dict(sorted(files.items()))
+    metadata = parsed.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return dict(sorted(files.items())), total if type(total) is int else None
 
 
 def _unique(path: Path, pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -15,6 +15,7 @@ from stream_pack.errors import UnsupportedCheckpointError
 from stream_pack.pickles.state_dict import Flatten
 from stream_pack.pipeline.budget import MemoryWatch
 from stream_pack.pipeline.source import Source
+from stream_pack.sources.safetensors import JOIN_PIECES
 from stream_pack.sources.sets.composite import OpenFile, open_members, regular_file
 from stream_pack.sources.sets.dcp import SHARD_SUFFIX, DcpSource
 from stream_pack.sources.sets.dcp_metadata import METADATA
@@ -85,6 +86,8 @@ def open_folder(folder: Path, *, open_file: OpenFile, flatten: Flatten, watch: M
         found.append((f"the file {quoted(single)}", partial(_open_single, folder / single, open_file=open_file)))
     if not found:
         hint = f"; it holds {listed(weights)}: pass the path of a file" if weights else ""
+        if any(name.startswith("shard-") for name in weights):
+            hint = f"; it holds {listed(weights)}, pieces that ranks of a distributed save have written: {JOIN_PIECES}"
         raise UnsupportedCheckpointError(
             f"no known kind of checkpoint in folder {quoted(str(folder))}: looked for {_LOOKED_FOR}{hint}"
         )

@@ -207,8 +207,8 @@ def test_a_folder_of_dcp_for_hugging_face_is_refused(tmp_path: Path) -> None:
         save_distributed_state(dict(MODEL), storage_writer=writer, no_dist=True)
     for path in [tmp_path, *tmp_path.rglob("*")]:
         if path.is_dir() or path.suffix == ".safetensors":
-            with pytest.raises(UnsupportedCheckpointError):
-                open_source(path)
+            with pytest.raises(UnsupportedCheckpointError, match="consolidate_safetensors_files"):
+                stream_pack.forecast(path)
 
 
 def two_places(metadata: Metadata) -> None:

@@ -270,15 +270,6 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(tmp_path: Path) -> None
     assert not (tmp_path / "out.pack").exists()
 
 
-def test_shards_of_a_distributed_save_are_refused(tmp_path: Path) -> None:
-    tensors = {"w": torch.ones(2)}
-    metadata = {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0]}}'}
-    safetensors.torch.save_file(tensors, tmp_path / "1.safetensors", metadata)
-    index = write_index(tmp_path / "m.index.json", {"w": "1.safetensors"})
-    with pytest.raises(UnsupportedCheckpointError, match=r"^'1\.safetensors': .*DCP_SHARDING_INFO"):
-        open_source(index)
-
-
 def test_files_stand_in_the_order_of_their_names_whatever_order_the_index_has(tmp_path: Path) -> None:
     index = write_safetensors(tmp_path)
     weight_map = json.loads(index.read_text())["weight_map"]

@@ -250,7 +250,6 @@ def test_an_index_of_safetensors_is_taken_before_one_of_the_older_format(tmp_pat
         ("model.safetensors", "other.safetensors"),
         ("a.gguf", "b.gguf"),
         ("model-00001-of-00002.safetensors",),
-        ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"),
         ("training_args.bin",),
     ],
 )
