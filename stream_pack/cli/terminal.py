@@ -51,6 +51,11 @@ class Standard:
             raise UsageError("stdout is a terminal, and a pack is binary: redirect it, or give a file name")
         return _STDOUT
 
+    def descriptor(self) -> int:
+        """The descriptor to write text to.  Raises: UsageError."""
+        self.require_stdout()
+        return _STDOUT
+
     def write(self, text: str) -> None:
         """Write the result of a command to stdout.  Raises: UsageError; OSError."""
         self.require_stdout()
