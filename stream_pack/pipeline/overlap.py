@@ -21,6 +21,10 @@ BATCH_ITEMS = 256
 DEPTH = 2
 """Batches that wait between two stages: enough to ride out a hiccup, few enough to keep memory small."""
 
+LOOK_SECONDS = 1.0
+"""How long a wait lasts without Python being able to run the handler of a signal.  One that comes just before a wait
+does not end it, and a silent pipe would let it last for ever."""
+
 ABANDON_SECONDS = 1.0
 """How long an early end waits for a stage that may be blocked in a read of a silent pipe."""
 
@@ -51,7 +55,7 @@ def overlap(items: Iterator[T], *, weigh: Callable[[T], int]) -> Generator[T, No
         return
     try:
         while True:
-            batch = batches.get()
+            batch = _get(batches)
             if isinstance(batch, _End):
                 if batch.error is not None:
                     raise batch.error
@@ -90,6 +94,14 @@ def _run(
     if batch:
         _put(batches, batch, stop)
     _put(batches, _End(error), stop)
+
+
+def _get(batches: queue.Queue[list[T] | _End]) -> list[T] | _End:
+    while True:
+        try:
+            return batches.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            continue
 
 
 def _put(batches: queue.Queue[list[T] | _End], batch: list[T] | _End, stop: threading.Event) -> bool:

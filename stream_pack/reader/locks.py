@@ -29,7 +29,7 @@ class Locked:
 
 
 def _renew() -> None:
-    for locked in _ALL:
+    for locked in tuple(_ALL):  # a finalizer may make or drop some meanwhile
         locked._forked()
 
 

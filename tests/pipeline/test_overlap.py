@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
+import signal
 import threading
+import time
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -97,3 +100,33 @@ def test_without_a_thread_to_be_had_the_items_come_all_the_same(monkeypatch: pyt
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert list(overlap(iter(range(5)), weigh=lambda _: 1)) == [0, 1, 2, 3, 4]
+
+
+def test_a_signal_that_comes_just_before_a_wait_ends_it() -> None:
+    """Such a one wakes nobody: ``interrupt_main`` leaves its mark in the same way, and no thread is interrupted."""
+    came_late: list[bool] = []
+    ended = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        came_late.append(not ended.wait(20))
+
+    def interrupt() -> None:
+        waiting.wait(20)
+        time.sleep(0.2)  # by then it waits; if not, the test shows nothing
+        _thread.interrupt_main()
+
+    waiting = threading.Event()
+    threading.Thread(target=interrupt).start()
+    stage = overlap(items(), weigh=lambda _: 1 << 20)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert next(stage) == 1
+        with pytest.raises(KeyboardInterrupt):
+            waiting.set()
+            next(stage)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ended.set()
+    stage.close()
+    assert came_late in ([], [False])
