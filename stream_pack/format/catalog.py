@@ -175,14 +175,14 @@ class CatalogBuilder:
         self._derived[storage] = (of, begin, end)
 
     def build(self, *, storages_nbytes: int, metadata: Mapping[str, str] | None = None) -> Catalog:
-        """The finished columns."""
+        """The finished columns, which are the builder's own: nothing can be added to it any more."""
         return Catalog(
-            names=Names(Ragged(np.array(self._names, np.uint8), np.array(self._names_ends, np.int64))),
-            dtypes=np.array(self._dtypes, np.uint8),
-            dims=Ragged(np.array(self._dims, np.int64), np.array(self._dims_ends, np.int64)),
-            nbytes=np.array(self._nbytes, np.int64),
-            storages=np.array(self._storages, np.int64),
-            starts=np.array(self._starts, np.int64),
+            names=Names(Ragged(np.asarray(self._names, np.uint8), np.asarray(self._names_ends, np.int64))),
+            dtypes=np.asarray(self._dtypes, np.uint8),
+            dims=Ragged(np.asarray(self._dims, np.int64), np.asarray(self._dims_ends, np.int64)),
+            nbytes=np.asarray(self._nbytes, np.int64),
+            storages=np.asarray(self._storages, np.int64),
+            starts=np.asarray(self._starts, np.int64),
             derived=self._derived,
             storages_nbytes=storages_nbytes,
             metadata=dict(metadata or {}),

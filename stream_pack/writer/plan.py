@@ -24,7 +24,7 @@ from stream_pack.writer.report import Sizes
 
 __all__ = ["PackSettings", "Prepared", "allow_planning", "prepare", "refuse_warnings", "requests_of", "warnings_of"]
 
-PLANNED_NBYTES = 500
+PLANNED_NBYTES = 350
 """Memory that planning and encoding take for each tensor, beside what the source holds."""
 
 SMALL_NBYTES = 4 << 20
@@ -79,6 +79,7 @@ def prepare(source: Source, settings: PackSettings, *, in_order: bool) -> Prepar
         catalog = replace(catalog, metadata={**catalog.metadata, **settings.metadata})
     allow_planning(catalog, settings.means.max_memory)
     layout = plan(catalog, settings.policy)
+    trim_heap()
     encoded = encode_head(layout, settings.front)
     trim_heap()
     needs = needs_of(

@@ -154,6 +154,18 @@ def test_tensors_stand_by_offset_then_name_whatever_order_the_header_has(tmp_pat
         assert read(make()) == [b"x", b"yz"]
 
 
+TWO = entry("U8", [2], 0, 2)
+
+
+@pytest.mark.parametrize("blanks", ["", " ", "\n\t " * 3000])
+def test_blanks_and_values_of_any_length_are_json(blanks: str, tmp_path: Path) -> None:
+    members = {"__metadata__": {"}": "x" * 9000, "a": "}"}, "}": TWO, '"': entry("U8", [0], 2, 2)}
+    header = json.dumps(members, separators=(f"{blanks},{blanks}", f"{blanks}:{blanks}"))
+    for make in open_both(with_header((header + blanks).encode(), b"ab"), tmp_path):
+        assert make().catalog.names == ("}", '"')
+        assert make().catalog.metadata == members["__metadata__"]
+
+
 def test_odd_offsets_are_legal(tmp_path: Path) -> None:
     header = {"a": entry("U8", [1], 0, 1), "w": entry("F32", [1], 1, 5)}
     data = with_header(header, b"a" + struct.pack("<f", 1.5))
@@ -177,12 +189,17 @@ def test_the_stream_may_begin_inside_a_file(tmp_path: Path) -> None:
         assert read(SafetensorsSource(ByteStream(file))) == [b"ab"]
 
 
-TWO = entry("U8", [2], 0, 2)
 BROKEN_HEADERS: dict[str, tuple[Any, bytes, str]] = {
     "does not begin with a brace": (b' {"w":1}', b"", "starts with"),
     "is a list": (b"[]", b"", "starts with"),
     "has one byte": (b"{", b"", "starts with"),
     "is cut": (b'{"w": {', b"", "not JSON"),
+    "ends in a comma": (b'{"w":%b,}' % json.dumps(TWO).encode(), b"ab", "not JSON"),
+    "has only a comma": (b"{,}", b"", "not JSON"),
+    "has two members without a comma": (b'{"w":%(e)b "v":%(e)b}' % {b"e": json.dumps(TWO).encode()}, b"ab", "not JSON"),
+    "has a name without a value": (b'{"w"}', b"", "not JSON"),
+    "has a name without quotes": (b"{w:1}", b"", "not JSON"),
+    "is two objects": (b"{}{}", b"", "not JSON"),
     "is followed by NUL": (b"{}\0", b"", "not JSON"),
     "is not UTF-8": (b'{"\xff": 1}', b"", "not JSON"),
     "is UTF-16": ("{}".encode("utf-16-le"), b"", "not JSON"),
