@@ -36,3 +36,18 @@ def test_a_tensor_of_a_safetensors_file_takes_less_than_300_bytes_beyond_the_hea
         safetensors_of(count, source)
         peaks.append(measure([sys.executable, "-c", CONVERT, source, target]).peak_anonymous_nbytes)
     assert (peaks[1] - peaks[0]) / (MANY - FEW) < HEAD_NBYTES + 300
+
+
+MAKE = """
+import sys, torch
+tensors = {f"layers.{k // 8}.attn.w{k}": torch.full((16,), float(k)) for k in range(int(sys.argv[1]))}
+"""
+SAVE = MAKE + "import stream_pack; stream_pack.save_file(tensors, sys.argv[2])"
+
+
+def test_a_tensor_in_memory_takes_less_than_700_bytes_more_while_it_is_saved(tmp_path: Path) -> None:
+    def peak(program: str, count: int) -> int:
+        return measure([sys.executable, "-c", program, str(count), tmp_path / "a.pack"]).peak_anonymous_nbytes
+
+    tensors, saving = (peak(program, MANY) - peak(program, FEW) for program in (MAKE, SAVE))
+    assert (saving - tensors) / (MANY - FEW) < 700

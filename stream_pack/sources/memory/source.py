@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
 from stream_pack.format.catalog import Catalog, CatalogBuilder
+from stream_pack.format.ranges import fresh_nbytes, starts_apart
+from stream_pack.format.rows import rows
 from stream_pack.pipeline.chunks import Piece
+from stream_pack.pipeline.geometry import Recipe
 from stream_pack.pipeline.source import Requests, Source, StreamOptions, Traits
 from stream_pack.sources.memory.numpy_arrays import describe_array
 from stream_pack.sources.memory.tensor import LiveTensor
@@ -20,9 +25,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["LiveSource"]
-
-_Range: TypeAlias = tuple[Hashable, tuple[int, int]]
-"""A memory, and the half-open range of addresses of one allocation in it."""
 
 
 class LiveSource(Source):
@@ -49,94 +51,136 @@ class LiveSource(Source):
         metadata: Mapping[str, str] | None = None,
         kind: str = "tensors in memory",
     ) -> None:
-        self._tensors: dict[tuple[int, int, int], LiveTensor] = {}
-        named: list[tuple[str, LiveTensor]] = []
+        self._values: list[object] = []
+        names: list[str] = []
+        described = _Described()
         refused: list[tuple[str, StreamPackError]] = []
         for name, value in _items(tensors):
             try:
-                named.append((name, _describe(name, value)))
+                described.add(_describe(name, value))
             except UnsupportedTensorError as error:
                 refused.append((name, error))
-        super().__init__(self._build(named, refused, metadata), Traits(kind))
+            else:
+                self._values.append(value)
+                names.append(name)
+        super().__init__(_catalog(names, described, refused, metadata), Traits(kind))
 
     @property
     def verification(self) -> str:
         return "tensors in memory carry no checksum"
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
-            tensor, begin = self._find(storage, start, nbytes)
+        found = zip(self._found(requests), rows(requests.nbytes))
+        for buffer, ((tensor, begin), (nbytes,)) in enumerate(found):
             for chunk in tensor.read(begin, begin + nbytes, chunk_nbytes=options.chunk_nbytes):
                 yield buffer, chunk
 
+    def _found(self, requests: Requests) -> Iterator[tuple[LiveTensor, int]]:
+        """For each request a tensor that covers its bytes, and where in it they begin.  Raises: StateError."""
+        for (storage, start, nbytes), (row,) in zip(requests.rows(), rows(_owners(self.catalog, requests))):
+            if not 0 <= row < len(self._values):
+                raise StateError(
+                    f"no tensor covers bytes {start} to {start + nbytes} of storage {storage}: "
+                    "the source is closed, or the request is not made from its catalog"
+                )
+            yield _describe(self.catalog.names[row], self._values[row]), start - self.catalog.starts.item(row)
+
     def close(self) -> None:
-        self._tensors = {}
+        self._values = []
 
-    def _build(
-        self,
-        named: list[tuple[str, LiveTensor]],
-        refused: list[tuple[str, StreamPackError]],
-        metadata: Mapping[str, str] | None,
-    ) -> Catalog:
-        builder = CatalogBuilder()
-        allocations, storages_nbytes = _merge_allocations(tensor for _, tensor in named)
-        # Numbered as they are met: addresses differ from run to run, a catalog must not.
+
+class _Described:
+    """What is known of live tensors, as columns: a description of each takes 500 bytes."""
+
+    def __init__(self) -> None:
+        self.dtypes = bytearray()
+        self.shapes: list[tuple[int, ...]] = []
+        self.spaces: list[Hashable] = []
+        self.begins = array("q")
+        self.ends = array("q")
+        self.derivations: dict[int, Recipe] = {}
+        self._storage_begins = array("q")
+        self._storage_ends = array("q")
+        self._known_shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def add(self, tensor: LiveTensor) -> None:
+        if tensor.derivation is not None:
+            self.derivations[len(self.shapes)] = tensor.derivation
+        self.dtypes.append(tensor.dtype)
+        self.shapes.append(self._known_shapes.setdefault(tensor.shape, tensor.shape))
+        self.spaces.append(tensor.space)
+        self.begins.append(tensor.span[0])
+        self.ends.append(tensor.span[1])
+        self._storage_begins.append(tensor.storage[0])
+        self._storage_ends.append(tensor.storage[1])
+
+    def allocations(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """The number of the storage that each tensor is in, where that begins, and the bytes of all storages together.
+
+        Allocations that overlap are one storage: NumPy and torch may both see one memory, each with bounds of its own.
+        """
         numbers: dict[Hashable, int] = {}
-        for name, tensor in named:
-            first = allocations[tensor.space, tensor.storage]
-            begin, end = (address - first for address in tensor.span)
-            storage = numbers.setdefault((tensor.space, first), len(numbers))
-            if 0 in tensor.shape:
-                begin = 0  # its address means nothing
-            elif tensor.derivation is not None:
-                derived = tensor.space, tensor.derivation
-                of, storage = storage, numbers.setdefault(derived, len(numbers))
-                builder.derive(storage, of=of, begin=begin, end=end)
-                begin = 0
-            try:
-                nbytes = builder.add(name, tensor.dtype, tensor.shape, storage=storage, start=begin)
-            except (SourceError, LimitError) as error:
-                builder.refuse(name, error)
-            else:
-                self._tensors.setdefault((storage, begin, nbytes), tensor)
-        for name, reason in refused:
-            builder.refuse(name, reason)
-        return builder.build(storages_nbytes=storages_nbytes, metadata=metadata)
-
-    def _find(self, storage: int, start: int, nbytes: int) -> tuple[LiveTensor, int]:
-        """A tensor that covers the bytes, and where in it they begin."""
-        tensor = self._tensors.get((storage, start, nbytes))
-        if tensor is not None:
-            return tensor, 0
-        for (other, begin, length), tensor in self._tensors.items():
-            if other == storage and begin <= start and start + nbytes <= begin + length:
-                return tensor, start - begin
-        raise StateError(
-            f"no tensor covers bytes {start} to {start + nbytes} of storage {storage}: "
-            "the source is closed, or the request is not made from its catalog"
-        )
+        spaces = np.array([numbers.setdefault(space, len(numbers)) for space in self.spaces], np.int64)
+        begins, ends = np.asarray(self._storage_begins), np.asarray(self._storage_ends)
+        allocations, firsts = np.zeros_like(begins), np.zeros_like(begins)
+        count = nbytes = 0
+        order = np.lexsort((ends, begins, spaces))
+        for members in np.split(order, np.flatnonzero(np.diff(spaces[order])) + 1):
+            apart = starts_apart(begins[members], ends[members])
+            nbytes += int(fresh_nbytes(begins[members], ends[members]).sum())
+            allocations[members] = count + np.cumsum(apart)
+            firsts[members] = begins[members][np.flatnonzero(apart)[np.cumsum(apart) - 1]]
+            count += int(apart.sum())
+        return allocations, firsts, nbytes
 
 
-def _merge_allocations(tensors: Iterable[LiveTensor]) -> tuple[dict[_Range, int], int]:
-    """Where the storage begins that each allocation is part of: allocations that overlap are one storage.
+def _catalog(
+    names: list[str],
+    described: _Described,
+    refused: list[tuple[str, StreamPackError]],
+    metadata: Mapping[str, str] | None,
+) -> Catalog:
+    builder = CatalogBuilder()
+    allocations, firsts, storages_nbytes = described.allocations()
+    # Numbered as they are met: addresses differ from run to run, a catalog must not.
+    numbers: dict[Hashable, int] = {}
+    for row, (allocation, first, begin, end) in enumerate(
+        rows(allocations, firsts, np.asarray(described.begins), np.asarray(described.ends))
+    ):
+        shape, derivation = described.shapes[row], described.derivations.get(row)
+        storage, begin, end = numbers.setdefault(allocation, len(numbers)), begin - first, end - first
+        if 0 in shape:
+            begin = 0  # its address means nothing
+        elif derivation is not None:
+            of, storage = storage, numbers.setdefault((described.spaces[row], derivation), len(numbers))
+            builder.derive(storage, of=of, begin=begin, end=end)
+            begin = 0
+        name = names[row]
+        try:
+            builder.add(name, described.dtypes[row], shape, storage=storage, start=begin)
+        except (SourceError, LimitError) as error:
+            builder.refuse(name, error)
+    for name, reason in refused:
+        builder.refuse(name, reason)
+    return builder.build(storages_nbytes=storages_nbytes, metadata=metadata)
 
-    (NumPy and torch may both see one memory, each with bounds of its own.)  Also returns the bytes of all
-    storages together.
-    """
-    begins: dict[_Range, int] = {}
-    nbytes = 0
-    spaces: dict[Hashable, set[tuple[int, int]]] = {}
-    for tensor in tensors:
-        spaces.setdefault(tensor.space, set()).add(tensor.storage)
-    for space, ranges in spaces.items():
-        begin = end = -1  # below every address
-        for first, last in sorted(ranges):
-            if first >= end:
-                begin = end = first
-            nbytes += max(0, last - end)
-            end = max(end, last)
-            begins[space, (first, last)] = begin
-    return begins, nbytes
+
+def _owners(catalog: Catalog, requests: Requests) -> NDArray[np.int64]:
+    """For each request the first tensor that has just its bytes, else one that has them among others, else -1."""
+    ours, asked = ((places.storages, places.starts, places.nbytes) for places in (catalog, requests))
+    columns = [np.concatenate(pair) for pair in zip(ours, asked)]
+    order = np.lexsort(columns[::-1])
+    changes = np.ones(len(order), bool)
+    changes[1:] = np.any([np.diff(column[order]) != 0 for column in columns], axis=0)
+    first = np.empty(len(order), np.int64)
+    first[order] = order[np.flatnonzero(changes)][np.cumsum(changes) - 1]  # tensors precede the requests equal to them
+    owners = first[len(catalog) :]
+    for request in np.flatnonzero(owners >= len(catalog)).tolist():
+        storage, start, nbytes = (column.item(request) for column in asked)
+        begins, ends = catalog.starts, catalog.starts + catalog.nbytes
+        around = (catalog.storages == storage) & (begins <= start) & (start + nbytes <= ends)
+        owners[request] = np.flatnonzero(around)[0] if around.any() else -1
+    return owners
 
 
 def _items(tensors: Mapping[str, object] | torch.nn.Module) -> Iterable[tuple[str, object]]:

@@ -78,26 +78,32 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
             f"{base:#x}: its memory was freed or moved away (sharded training does that); gather it first",
             tensor=name,
         )
-    dims, steps = merged(tensor.shape, strides, itemsize)
-    unit_nbytes, signs = sign_flips(name, dtype, conj=tensor.is_conj(), neg=tensor.is_neg())
-    made = Recipe(
-        start=base + begin,
-        shape=dims,
-        strides=steps,
-        itemsize=itemsize,
-        swap_nbytes=1,
-        unit_nbytes=unit_nbytes,
-        signs=signs,
-    )
+    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()  # most of many are
     return _Tensor(
         dtype=dtype,
         shape=tuple(shape),
         space=space,
         storage=(base, base + storage.nbytes()),
         span=(base + begin, base + end),
-        derivation=None if made.contiguous else made,
+        derivation=None if plain else _derivation(name, dtype, tensor, strides, base + begin),
         tensor=tensor,
     )
+
+
+def _derivation(name: str, dtype: int, tensor: torch.Tensor, strides: tuple[int, ...], address: int) -> Recipe | None:
+    """How the bytes of a tensor are made from what is at ``address``; None if they are there."""
+    dims, steps = merged(tensor.shape, strides, tensor.itemsize)
+    unit_nbytes, signs = sign_flips(name, dtype, conj=tensor.is_conj(), neg=tensor.is_neg())
+    made = Recipe(
+        start=address,
+        shape=dims,
+        strides=steps,
+        itemsize=tensor.itemsize,
+        swap_nbytes=1,
+        unit_nbytes=unit_nbytes,
+        signs=signs,
+    )
+    return None if made.contiguous else made
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:

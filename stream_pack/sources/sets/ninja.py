@@ -72,10 +72,9 @@ class NinjaSource(LiveSource):
         return "the source carries no checksum"
 
     def places(self, requests: Requests) -> Places:
-        found = [self._find(*row) for row in requests.rows()]
         offsets = [
             NOWHERE if tensor.derivation is not None else tensor.span[0] - self._data_address + begin
-            for tensor, begin in found
+            for tensor, begin in self._found(requests)
         ]
         return Places.within(self._data, np.array(offsets, np.int64))
 
