@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from stream_pack.extraction.extract import extract, forecast_extract
     from stream_pack.extraction.report import ExtractedFile, ExtractForecast, ExtractReport
     from stream_pack.format.align import Alignment
+    from stream_pack.inspection.diff import diff
+    from stream_pack.inspection.difference import ChangedTensor, Difference, ValueDifference
     from stream_pack.inspection.inspect import inspect
     from stream_pack.inspection.inspection import (
         InspectedFile,
@@ -46,7 +48,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Alignment",
     "BinaryWriter",
+    "ChangedTensor",
     "Damage",
+    "Difference",
     "ExtractForecast",
     "ExtractReport",
     "ExtractedFile",
@@ -68,11 +72,13 @@ __all__ = [
     "Sizes",
     "Spec",
     "TensorSlice",
+    "ValueDifference",
     "VerifyReport",
     "View",
     "Writer",
     "__version__",
     "convert",
+    "diff",
     "executorch",
     "extract",
     "forecast",
@@ -93,6 +99,8 @@ _NAMES = {
     "stream_pack.extraction.extract": ("extract", "forecast_extract"),
     "stream_pack.extraction.report": ("ExtractForecast", "ExtractReport", "ExtractedFile"),
     "stream_pack.format.align": ("Alignment",),
+    "stream_pack.inspection.diff": ("diff",),
+    "stream_pack.inspection.difference": ("ChangedTensor", "Difference", "ValueDifference"),
     "stream_pack.inspection.inspect": ("inspect",),
     "stream_pack.inspection.inspection": (
         "InspectedFile",

@@ -1,9 +1,9 @@
 """The command line: ``stream-pack``, or ``python -m stream_pack``.
 
-``convert``, ``extract``, ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its call of
-the library, what it prints.  ``arguments`` has what they share, ``reading`` what those share that read a checkpoint,
-``terminal`` the standard streams, ``progress`` the progress bar, ``exits`` the exit codes.  :func:`main` turns
-arguments into an exit code; NumPy is not imported before a command needs it.
+``convert``, ``extract``, ``diff``, ``inspect``, ``verify`` and ``metal_plan`` are one command each: its arguments, its
+call of the library, what it prints.  ``arguments`` has what they share, ``reading`` what those share that read a
+checkpoint, ``terminal`` the standard streams, ``progress`` the progress bar, ``exits`` the exit codes.  :func:`main`
+turns arguments into an exit code; NumPy is not imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NoReturn
 from stream_pack._version import __version__
 from stream_pack.cli.arguments import STANDARD, Command, shown_path
 from stream_pack.cli.convert import CONVERT
+from stream_pack.cli.diff import DIFF
 from stream_pack.cli.exits import BROKEN_PIPE, DAMAGE, DONE, INPUT, MACHINE, USAGE, UsageError
 from stream_pack.cli.extract import EXTRACT
 from stream_pack.cli.inspect import INSPECT
@@ -49,6 +50,7 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, Command] = {
     "convert": CONVERT,
     "extract": EXTRACT,
+    "diff": DIFF,
     "inspect": INSPECT,
     "verify": VERIFY,
     "metal-plan": METAL_PLAN,
@@ -57,7 +59,7 @@ COMMANDS: dict[str, Command] = {
 _EXIT_CODES = """\
 exit codes:
   0  success
-  1  damage: the pack is truncated, or its bytes are not those that were written
+  1  damage: the pack is truncated, or its bytes are not those that were written; of diff: there is a difference
   2  usage error
   3  the input cannot be used: not a checkpoint, not a pack, made by a newer version, an unsupported tensor, a raw
      payload without checksums to verify, or a file that does not exist or cannot be opened
@@ -132,7 +134,9 @@ def _told(error: Exception, arguments: argparse.Namespace) -> tuple[str, int]:
     if isinstance(error, UsageError | OptionError):
         return str(error), USAGE
     if isinstance(error, StreamPackError):
-        named = command.reads == "pack" or (command.reads == "anything" and not _is_of_source(error, arguments))
+        named = command.reads in ("pack", "two") or (
+            command.reads == "anything" and not _is_of_source(error, arguments)
+        )
         text = str(error) if named else f"{source}: {error}"
         return text, _exit_of(error, command)
     if isinstance(error, OSError):
@@ -188,7 +192,7 @@ def _exit_of(error: StreamPackError, command: Command) -> int:
         return MACHINE
     unusable = isinstance(error, NotAPackError | RawPayloadError | NewerVersionError)
     damaged = isinstance(error, FormatError | ChecksumError) and not unusable
-    return DAMAGE if command.reads != "checkpoint" and damaged else INPUT
+    return DAMAGE if command.reads in ("pack", "anything") and damaged else INPUT
 
 
 def _is_of_source(error: StreamPackError, arguments: argparse.Namespace) -> bool:

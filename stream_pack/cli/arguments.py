@@ -32,7 +32,7 @@ class Command:
 
     summary: str
     description: str
-    reads: Literal["pack", "checkpoint", "anything"]
+    reads: Literal["pack", "checkpoint", "anything", "two"]
     add_arguments: Callable[[argparse.ArgumentParser, Sequence[str]], None]
     run: Callable[[argparse.Namespace, Standard], int]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["BROKEN_PIPE", "DAMAGE", "DONE", "INPUT", "MACHINE", "USAGE", "UsageError"]
+__all__ = ["BROKEN_PIPE", "DAMAGE", "DIFFERENT", "DONE", "INPUT", "MACHINE", "USAGE", "UsageError"]
 
 DONE = 0
 DAMAGE = 1
+DIFFERENT = 1
+"""Of ``diff``, as ``cmp`` and ``diff`` have it; no other of its ends has this code."""
+
 USAGE = 2
 INPUT = 3
 MACHINE = 4

@@ -26,8 +26,8 @@ from stream_pack.errors import (
     UnknownTensorError,
     UnsupportedTensorError,
 )
-from tests.extraction.kinds import FULL, KINDS, PLAIN, Made, bits, equal
 from tests.sources.byte_sources import Dribble
+from tests.support.kinds import FULL, KINDS, PLAIN, Made, bits, equal
 from tests.support.spools import on_disk
 from tests.support.torch_zips import saved
 from tests.writer.test_pack import ScriptedSource

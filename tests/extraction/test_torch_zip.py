@@ -12,9 +12,9 @@ import stream_pack
 from stream_pack.errors import UnsupportedTensorError
 from stream_pack.extraction import zip_archive
 from stream_pack.format.dtypes import DTYPES
-from tests.extraction.kinds import FULL, bits, equal
 from tests.extraction.test_safetensors import made
 from tests.sources.byte_sources import Dribble
+from tests.support.kinds import FULL, bits, equal
 
 ALL = [
     found

@@ -16,7 +16,7 @@ from stream_pack.format.catalog import Catalog
 from stream_pack.format.names import Names
 from stream_pack.text import listed, quoted, shown
 
-__all__ = ["Order", "Rename", "Selected", "Selection", "matches", "select", "take_rows"]
+__all__ = ["SHOWN_NAMES", "Order", "Rename", "Selected", "Selection", "matches", "select", "take_rows"]
 
 Order: TypeAlias = Literal["source", "name"]
 """``"source"``: as the source has them.  ``"name"``: by the UTF-8 bytes of their (new) names."""

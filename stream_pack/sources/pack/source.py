@@ -99,6 +99,14 @@ class PackSource(Source):
         offsets = begin + self._head.index.buffer_offsets[requests.storages] + requests.starts
         return Places.within(self._stream.source_file, offsets.astype(np.int64))
 
+    def block_checksums(self) -> NDArray[np.uint64]:
+        """The checksums of all blocks, as a regular file has them at its end, proved by its footer.
+
+        Raises: ChecksumError, FormatError; TruncatedSourceError; OSError.
+        """
+        self._stream.seek(self._head.checksums_file_offset)
+        return self._read_tail()
+
     def check_unchanged(self) -> None:
         self._stream.check_unchanged()
 
@@ -106,8 +114,7 @@ class PackSource(Source):
         self._stream.close()
 
     def _read_wanted(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        self._stream.seek(self._head.checksums_file_offset)
-        checksums = self._read_tail()
+        checksums = self.block_checksums()
         proved = np.zeros(len(checksums), bool)
         runs = block_runs(requests, self._head.index, together=not options.in_order)
         scatter = Scatter(Requests(runs.of, requests.starts - runs.begins[runs.of], requests.nbytes))
