@@ -67,9 +67,7 @@ def diff(
 def diff_with(first: Convertible, second: Convertible, options: ConvertOptions, *, values: bool) -> Difference:
     """:func:`diff`, given its options as one object."""
     if values and not (_can_be_read_again(first) and _can_be_read_again(second)):
-        raise OptionError(
-            "values (--values) takes a second pass, which a pipe or an open file does not give: pass paths"
-        )
+        raise OptionError("values (--values) takes a second pass, which no pipe or open file gives: pass paths")
     sides = (first, second)
     with ExitStack() as stack:
         opened = [stack.enter_context(_opened(side, options)) for side in sides]
