@@ -15,7 +15,14 @@ import griffe
 from griffe2md import render_object_docs
 
 ROOT = Path(__file__).parent.parent
-MODULES = ["stream_pack", "stream_pack.metal", "stream_pack.metal.interop", "stream_pack.executorch"]
+MODULES = [
+    "stream_pack",
+    "stream_pack.torch",
+    "stream_pack.numpy",
+    "stream_pack.metal",
+    "stream_pack.metal.interop",
+    "stream_pack.executorch",
+]
 OPTIONS = {
     "filters": ["!^_[^_]"],
     "heading_level": 3,

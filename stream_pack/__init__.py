@@ -1,8 +1,8 @@
 """stream_pack: very large models from PyTorch to memory-mapped files that a GPU uses in place.
 
-The names below, and those that :mod:`stream_pack.metal` and :mod:`stream_pack.executorch` list, are the whole public
-surface.  All but the errors load on first use: importing this package is quick, and torch is imported only where torch
-objects are given or taken.
+The names below, and those that :mod:`stream_pack.torch`, :mod:`stream_pack.numpy`, :mod:`stream_pack.metal` and
+:mod:`stream_pack.executorch` list, are the whole public surface.  All but the errors load on first use: importing this
+package is quick, and torch is imported only where torch objects are given or taken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stream_pack._version import __version__
 from stream_pack.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from stream_pack import executorch, metal
+    from stream_pack import executorch, metal, numpy, torch
     from stream_pack.extraction.extract import extract, forecast_extract
     from stream_pack.extraction.report import ExtractedFile, ExtractForecast, ExtractReport
     from stream_pack.format.align import Alignment
@@ -87,9 +87,11 @@ __all__ = [
     "list_keys",
     "load_file",
     "metal",
+    "numpy",
     "open",
     "safe_open",
     "save_file",
+    "torch",
     "verify",
 ]
 __all__ += errors.__all__
@@ -127,7 +129,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in ("executorch", "metal"):
+    if name in ("executorch", "metal", "numpy", "torch"):
         return importlib.import_module(f"stream_pack.{name}")
     return _load(__name__, name, _MODULES)
 

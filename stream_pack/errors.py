@@ -10,6 +10,7 @@ The classes are grouped by blame:
 * :class:`ChecksumError` - bytes differ from those that were written;
 * :class:`ReadError` - the system cannot read a part of the file;
 * :class:`StateError` - a call in the wrong order;
+* :class:`ModelMismatchError` - a model and a pack do not have the same tensors;
 * :class:`MissingPackageError` - an optional package that is needed for this is not installed;
 * :class:`UntestedVersionError` - an installed package differs from the versions tested;
 * :class:`MetalError` - Metal refuses something, or would refuse it.
@@ -31,11 +32,13 @@ __all__ = [
     "MetalError",
     "MetalUnavailable",
     "MissingPackageError",
+    "ModelMismatchError",
     "NewerVersionError",
     "NotAPackError",
     "OptionError",
     "RawPayloadError",
     "ReadError",
+    "SafetensorError",
     "SourceChangedError",
     "SourceChecksumError",
     "SourceError",
@@ -55,7 +58,7 @@ __all__ = [
 
 
 class StreamPackError(Exception):
-    """Base class of every error of this package.
+    """Base class of every error of this package; ``SafetensorError``, for scripts of safetensors, is the same class.
 
     Keyword arguments become attributes, which are pickled with the error.
     """
@@ -80,6 +83,10 @@ class StreamPackError(Exception):
 
 def _rebuild(cls: type[StreamPackError], message: str, attributes: dict[str, object]) -> StreamPackError:
     return cls(message, **attributes)
+
+
+SafetensorError = StreamPackError
+"""The name of safetensors' error, for scripts that catch it."""
 
 
 class OptionError(StreamPackError, ValueError):
@@ -218,6 +225,17 @@ class UnknownTensorError(StreamPackError, KeyError):
     """There is no tensor with this name.  Attribute: ``tensor``."""
 
     tensor: str
+
+
+class ModelMismatchError(StreamPackError, RuntimeError):
+    """A model and a pack do not have the same tensors.
+
+    Attributes: ``missing`` (names of the model that the pack lacks), ``unexpected`` (names of the pack that the model
+    lacks).
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
 
 
 class MissingPackageError(StreamPackError, ImportError):

@@ -24,6 +24,7 @@ TORCH_MODULES = {
     "metal/interop.py",
     "reader/tensors.py",
     "sources/memory/torch_tensors.py",
+    "torch.py",
 }
 """The modules whose job is torch objects; the others load them only when they are handed one."""
 

@@ -62,11 +62,14 @@ REVIEWED = {
     # The system's words.
     ("reader/file_range.py", "error.strerror"),
     # The caller's own values, and dtypes as NumPy and torch print them.
+    ("reader/safe_open.py", "backend"),
     ("reader/safe_open.py", "str(device)"),
     ("reader/views.py", "dtype"),
     ("reader/views.py", "part"),
     ("sources/memory/torch_tensors.py", "tensor.dtype"),
     ("sources/sets/ninja.py", "array.dtype"),
+    # From our own table of frameworks.
+    ("reader/frameworks.py", "package"),
     # Matched by an expression that leaves no room: "consolidated.00.pth", and a name from our table of dtypes.
     ("sources/sets/llama.py", "name"),
     ("sources/sets/llama.py", "self._names[0]"),

@@ -16,10 +16,12 @@ import pytest
 
 import stream_pack
 
-MODULES = ("executorch", "metal")
+MODULES = ("executorch", "metal", "numpy", "torch")
 NAMES = sorted(set(stream_pack.__all__) - {*MODULES, "__version__"})
 PUBLIC = {name: getattr(stream_pack, name) for name in NAMES} | {
-    f"metal.{name}": getattr(stream_pack.metal, name) for name in stream_pack.metal.__all__
+    f"{module}.{name}": getattr(getattr(stream_pack, module), name)
+    for module in ("metal", "numpy", "torch")
+    for name in getattr(stream_pack, module).__all__
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "convert", "convert_with", "forecast", "forecast_with", "open_for", "refuse_overwriting", "save_file", "spool_for",
+    "convert", "convert_with", "forecast", "forecast_with", "open_for", "refuse_overwriting", "save_bytes", "save_file",
+    "spool_for",
 ]  # fmt: skip
 
 
@@ -179,6 +181,13 @@ def save_file(
     )  # fmt: skip
     require_path("path", path, "target")
     return convert_with(tensors, path, options)
+
+
+def save_bytes(tensors: Mapping[str, object], *, metadata: Mapping[str, str] | None) -> bytes:
+    """The bytes of a pack of tensors in memory.  Raises: as :func:`save_file`."""
+    target = io.BytesIO()
+    convert_with(tensors, target, ConvertOptions(metadata=metadata))
+    return target.getvalue()
 
 
 def convert_with(

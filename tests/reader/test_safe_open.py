@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import safetensors.torch
 import torch
 
 import stream_pack
-from stream_pack import OptionError, StateError, UnknownTensorError
+from stream_pack import MissingPackageError, OptionError, StateError, UnknownTensorError
 from tests.support.packs import pack_bytes, tensors
 
 CONTENT = {
@@ -113,12 +114,42 @@ def test_a_device_gets_a_copy(tmp_path: Path) -> None:
         assert stream_pack.load_file(tmp_path / "pack", device=cpu)["step"].device.type == "cpu"
 
 
-def test_frameworks_and_devices_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_frameworks_backends_and_devices_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     pack_bytes(tmp_path / "pack")
-    with pytest.raises(OptionError, match="'jax'"):
-        stream_pack.safe_open(tmp_path / "pack", framework="jax")
+    with pytest.raises(OptionError, match="'caffe'"):
+        stream_pack.safe_open(tmp_path / "pack", framework="caffe")
     with pytest.raises(OptionError, match="'cpu'"):
         stream_pack.safe_open(tmp_path / "pack", framework="np", device="mps")
+    with pytest.raises(OptionError, match="'mmap' or 'pread'"):
+        stream_pack.safe_open(tmp_path / "pack", backend="http")
+
+
+@pytest.mark.parametrize(
+    ("framework", "module", "package"),
+    [("jax", "jax", "jax"), ("flax", "jax", "jax"), ("mlx", "mlx", "mlx"), ("tf", "tensorflow", "tensorflow"),
+     ("paddle", "paddle", "paddlepaddle")],
+)  # fmt: skip
+def test_a_framework_that_is_not_installed_is_named(
+    framework: str, module: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    pack_bytes(tmp_path / "pack")
+    with pytest.raises(MissingPackageError, match=f"pip install {package}") as caught:
+        stream_pack.safe_open(tmp_path / "pack", framework=framework)
+    assert caught.value.package == package
+
+
+def test_progress_counts_the_bytes_of_the_tensors_that_are_there(tmp_path: Path) -> None:
+    content = {"a": torch.zeros(10), "b": torch.zeros(6, dtype=torch.int8), "none": torch.empty(0)}
+    pack_bytes(tmp_path / "pack", content)
+    steps: list[tuple[int, int]] = []
+    stream_pack.load_file(tmp_path / "pack", progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(40, 46), (46, 46), (46, 46)]
+    steps.clear()
+    stream_pack.load_file(tmp_path / "pack", names="b", progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(6, 6)]
 
 
 def test_load_file_is_torch_load_without_the_copy(tmp_path: Path) -> None:
