@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +153,14 @@ def test_a_view_inside_a_tensor_that_was_found_is_found_too(tmp_path: Path) -> N
     assert stream_pack.torch.load_model(model, tmp_path / "pack") == ([], [])
 
 
-def test_tensors_of_bytes_are_writable_copies_that_outlive_the_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_tensors_of_bytes_are_writable_copies_that_outlive_the_bytes(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_memory:  # as on macOS
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     data = pack_bytes(tmp_path / "pack")
     assert stream_pack.torch.save(tensors()) == stream_pack.torch.save(tensors())
     loaded = stream_pack.torch.load(data)
@@ -163,6 +172,7 @@ def test_tensors_of_bytes_are_writable_copies_that_outlive_the_bytes(tmp_path: P
     arrays = stream_pack.numpy.load(stream_pack.numpy.save({"a": np.arange(5)}))
     arrays["a"] += 1
     assert arrays["a"].tolist() == [1, 2, 3, 4, 5]
+    assert in_memory or not list((tmp_path / "temporary").iterdir())
 
 
 def test_bytes_that_are_no_pack_are_called_data_not_a_file_that_nobody_knows() -> None:
