@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "stream_pack"
-PACKAGES = ("sources", "pickles", "pipeline", "et_files", "reader")
+PACKAGES = ("sources", "pickles", "pipeline", "et_files", "reader", "writer", "extraction", "inspection")
 
 SHOWN = {"quoted", "listed", "shown", "shown_pickled", "counted", "human_nbytes", "printable", "len", "hex", "prod"}
 """Functions whose result is short and printable whatever they are given."""
 
 NUMBERS = {
-    "actual", "axis", "available", "begin", "bits", "buffer", "checksums_file_offset", "claimed", "count", "covered",
-    "dim", "dims", "end", "expected", "file_nbytes", "file_offset", "first", "have", "heads", "index", "itemsize",
-    "itemsizes", "least", "limit", "longest", "max_memory", "method", "missing", "nbytes", "ndim", "number", "numel",
-    "offset", "offsets", "pack_nbytes", "packed", "packed_nbytes", "pairs", "passed", "position", "protocol", "rank",
-    "region", "region_nbytes", "samples", "shape", "shapes", "size", "sizes", "start", "stated", "step",
-    "storage_nbytes", "storages_nbytes", "strides", "swapped", "tail_nbytes", "tensors", "total", "unserved",
-    "version",
+    "actual", "available", "axis", "begin", "bits", "buffer", "checksums_file_offset", "claimed", "count",
+    "covered", "dim", "dims", "end", "expected", "file_nbytes", "file_offset", "filled", "first", "free", "have",
+    "header_nbytes", "heads", "index", "itemsize", "itemsizes", "least", "limit", "longest", "max_memory", "method",
+    "missing", "nbytes", "ndim", "number", "numel", "offset", "offsets", "pack_nbytes", "packed", "packed_nbytes",
+    "pairs", "passed", "position", "protocol", "rank", "region", "region_nbytes", "samples", "shape", "shapes",
+    "size", "sizes", "start", "stated", "step", "storage_nbytes", "storages_nbytes", "strides", "swapped",
+    "tail_nbytes", "tensors", "total", "unserved", "version",
 }  # fmt: skip
 """What numbers, and tuples of at most 64 of them, are called."""
 
 OWN_WORDS = {
     # Put together of quoted names and of our own words, in the same function or by one that is looked at too.
-    "also", "below", "hint", "named_by", "reason", "users", "what", "where", "which", "why", "of", "more",
+    "also", "below", "hint", "named_by", "reason", "subject", "users", "what", "where", "which", "why", "of", "more",
     "chosen.where", "_keys()", "_looks_like()", "what_it_is()", "self._users()", "self._what", "fault",
-    "describe()", "describe_start()", "much", "text",
+    "describe()", "describe_start()", "much", "text", "advice", "target", "self._name()",
     # Names from our own tables.
     "label", "kind", "kind.name", "traits.kind", "raw", "DTYPES.name", "IDENTIFIER.decode()",
     "header.kind.name",
@@ -48,6 +48,9 @@ REVIEWED = {
     ("sources/sets/llama_params.py", "key"),
     ("sources/sets/llama_params.py", "wanted"),
     ("sources/sets/ninja.py", "file"),
+    ("writer/incremental.py", "', '.join(dtypes.BY_NAME)"),
+    ("writer/options.py", "name"),
+    ("writer/parallel.py", "names"),
     # Numbers under names that are also used for other things.
     ("pipeline/bytestream.py", "wanted"),
     ("sources/gguf/header.py", "value"),
@@ -59,13 +62,15 @@ REVIEWED = {
     ("sources/torch_save/zip_records.py", "found[1]"),
     ("sources/torch_save/zip_records.py", "found[2]"),
     ("sources/torch_save/zip_records.py", "wide or stated"),
+    ("writer/incremental.py", "min(given, expected)"),
+    ("writer/parallel.py", "int(begins[k + 1])"),
+    ("writer/parallel.py", "min(int(ends[k]), int(ends[k + 1]))"),
     # The system's words.
     ("reader/file_range.py", "error.strerror"),
     # The caller's own values, and dtypes as NumPy and torch print them.
     ("reader/safe_open.py", "backend"),
     ("reader/safe_open.py", "str(device)"),
     ("reader/views.py", "dtype"),
-    ("reader/views.py", "part"),
     ("sources/memory/torch_tensors.py", "tensor.dtype"),
     ("sources/sets/ninja.py", "array.dtype"),
     # From our own table of frameworks.

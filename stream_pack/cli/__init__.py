@@ -110,7 +110,7 @@ def _run(argv: Sequence[str], standard: Standard, prog: str) -> int:
         arguments = _parse(argv, prog)
     except _Misused as error:  # the text has been printed
         if "--json" in argv:
-            standard.report(_json_of(error, str(error), USAGE))
+            standard.report(_json_of(UsageError(str(error)), str(error), USAGE))
         return USAGE
     except SystemExit:  # after --help or --version
         return DONE

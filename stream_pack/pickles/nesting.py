@@ -57,7 +57,8 @@ def flattening(key: Key = None, *, ignore_unknown: bool = False, watch: MemoryWa
     def flatten(value: object, unknown: Collection[str]) -> StateDict:
         chosen = choose(value, key, set())
         if not isinstance(chosen.value, dict | list | tuple) or chosen.unnamed:
-            raise _refused(f"the checkpoint is {what_it_is(chosen.value)}", unknown)
+            subject = f"what is under {chosen.where}" if chosen.path else "the checkpoint"
+            raise _refused(f"{subject} is {what_it_is(chosen.value)}", unknown)
         if chosen.nested:
             where = f"below {chosen.where} " if chosen.path else ""
             raise UnsupportedCheckpointError(
@@ -227,5 +228,6 @@ def _keys(value: object) -> str:
 
 
 def _refused(why: str, unknown: Collection[str]) -> UnsupportedCheckpointError:
-    also = f" (it also names {listed(unknown)})" if unknown else ""
+    others = [name for name in unknown if quoted(name) not in why]
+    also = f" (the checkpoint also names {listed(others)})" if others else ""
     return UnsupportedCheckpointError(f"{why}{also}")

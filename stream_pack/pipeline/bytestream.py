@@ -99,7 +99,7 @@ class ByteStream:
         stream = cls.open_path(path)
         if stream._file is None:
             stream.close()
-            raise io.UnsupportedOperation(f"{os.fspath(path)!r} is not a regular file")
+            raise io.UnsupportedOperation(f"{shown(os.fspath(path))} is not a regular file")
         stream._base = begin
         stream._file = stream._fd, begin
         stream._limit = nbytes

@@ -249,7 +249,7 @@ def _range(name: str, part: slice, dim: int) -> tuple[int, int, int]:
     try:
         return part.indices(dim)
     except (TypeError, ValueError) as error:  # not integers, or a step of 0
-        raise IndexError(f"tensor {quoted(name)}: {part!r}: {error}") from None
+        raise IndexError(f"tensor {quoted(name)}: {quoted(part)}: {error}") from None
 
 
 def _number(name: str, part: object) -> int:
@@ -260,7 +260,7 @@ def _number(name: str, part: object) -> int:
             return operator.index(part)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise IndexError(f"tensor {quoted(name)}: expected integers and slices, got {part!r}")
+    raise IndexError(f"tensor {quoted(name)}: expected integers and slices, got {quoted(part)}")
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:

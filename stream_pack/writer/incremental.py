@@ -231,7 +231,7 @@ def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
         shape = [operator.index(dim) for dim in spec.shape]
     except TypeError:
         raise UnsupportedTensorError(
-            f"tensor {quoted(name)} has shape {spec.shape!r}: expected a sequence of whole numbers", tensor=name
+            f"tensor {quoted(name)} has shape {quoted(spec.shape)}: expected a sequence of whole numbers", tensor=name
         ) from None
     text = str(spec.dtype).removeprefix("torch.")
     if isinstance(spec.dtype, type):  # np.float32, ml_dtypes.bfloat16
@@ -243,5 +243,6 @@ def _resolve(name: str, spec: Spec) -> tuple[int, list[int]]:
             raise UnsupportedTensorError(f"tensor {quoted(name)}: {text} needs at least one dim", tensor=name)
         return dtypes.BY_TORCH[text], [*shape[:-1], 2 * shape[-1]]
     raise UnsupportedTensorError(
-        f"tensor {quoted(name)} has dtype {spec.dtype!r}: expected one of {', '.join(dtypes.BY_NAME)}", tensor=name
+        f"tensor {quoted(name)} has dtype {quoted(spec.dtype)}: expected one of {', '.join(dtypes.BY_NAME)}",
+        tensor=name,
     )

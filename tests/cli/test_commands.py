@@ -215,6 +215,12 @@ def test_an_error_is_json_too_where_json_is_wanted(
     assert {**told, "message": ""} == {"ok": False, "error": error, "message": "", "exit": code, "path": argv[1]}
 
 
+def test_a_wrong_command_line_is_json_too_by_the_name_of_its_class(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--json", "--no-such-option", "p.pack"]) == 2
+    told = json.loads(capfd.readouterr().out)
+    assert (told["error"], told["exit"]) == ("UsageError", 2)
+
+
 def test_an_error_is_json_on_stderr_when_stdout_is_for_the_pack(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "gone.pt", "-", "--json"]) == 3
     out, err = capfd.readouterr()

@@ -278,6 +278,17 @@ def test_unknown_objects_are_listed_and_can_be_left_out(opened: Open) -> None:
     assert "argparse.Namespace" in source.traits.remarks[2]
 
 
+@pytest.mark.parametrize("key", [None, "run.model"])
+def test_an_object_in_place_of_a_dict_is_named_once_and_where_it_is(key: str | None) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    with pytest.raises(UnsupportedCheckpointError) as caught:
+        open_source(io.BytesIO(saved(module if key is None else {"run": {"model": module}})), key=key)
+    text = str(caught.value)
+    assert text.startswith("the checkpoint is" if key is None else "what is under 'run.model' is")
+    assert text.count("Sequential'") == 1
+    assert "(the checkpoint also names 'torch.nn.modules.linear.Linear')" in text
+
+
 def test_a_placeholder_is_never_a_tensor_nor_a_dict(opened: Open) -> None:
     for checkpoint in (Obj({"w": one(1)}), {"model": Dicts(w=one(1))}, Dicts(w=one(1))):
         with pytest.raises(UnsupportedCheckpointError):

@@ -263,6 +263,14 @@ def test_a_spec_of_another_form_is_refused_by_name(tmp_path: Path, spec: object)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("spec", [("f" * 100_000, [1]), ("uint8", ["1" * 100_000]), ("uint8", "\x1b" * 100_000)])
+def test_a_message_stays_short_whatever_a_spec_holds(tmp_path: Path, spec: tuple[str, Any]) -> None:
+    with pytest.raises(UnsupportedTensorError) as caught:
+        Writer(tmp_path / "p", {"w": spec})
+    assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("specs", [None, [("w", ("uint8", [1]))], {1: ("uint8", [1])}, {b"w": ("uint8", [1])}, 3])
 @pytest.mark.parametrize("writer", [Writer, ParallelWriter])
 def test_specs_of_another_form_are_refused(

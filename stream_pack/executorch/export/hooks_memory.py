@@ -23,6 +23,7 @@ from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import readable_storage
+from stream_pack.text import quoted
 
 __all__ = ["HOOKS", "Reading", "reading"]
 
@@ -99,7 +100,7 @@ def _chars(pointer: Any) -> int:
 def _emit_tensor(export: Export, stock: Stock, self: Any, spec: Any, constant_tag: str | None = None) -> Any:
     """A constant that no delegate takes, such as an embedding in an XNNPACK export."""
     name = getattr(spec.extra_tensor_info, "fully_qualified_name", None)
-    label = f"the constant {name!r}" if name else f"a constant of shape {list(spec.shape)}"
+    label = f"the constant {quoted(name)}" if name else f"a constant of shape {list(spec.shape)}"
     storage = spec.storage
     if storage is not None and storage.device.type == "cpu" and storage.nbytes() >= SMALL_NBYTES:
         spec.storage = readable_storage(storage)

@@ -21,6 +21,7 @@ from stream_pack.executorch.export.patching import Hook, Stock
 from stream_pack.executorch.export.placeholder import HeldBytes
 from stream_pack.executorch.export.session import Export
 from stream_pack.executorch.export.tensors import hold_tensor
+from stream_pack.text import quoted
 
 try:
     from executorch.exir._serialize._cord import FileBackedData
@@ -60,7 +61,7 @@ def _stand_in(held: Held, label: str) -> HeldBytes | HeldFile:
 
 
 def _add(export: Export, stock: Stock, self: Any, key: str, data: Any, *args: Any, **kwargs: Any) -> None:
-    label = f"the data {key!r}"
+    label = f"the data {quoted(key)}"
     if isinstance(data, HeldBytes):
         key = _true_key(key, data)
         data = _stand_in(data.held, label)

@@ -103,7 +103,7 @@ def _open(tensors: Tensors) -> Source:
     for key, tensor in tensors.items():
         if isinstance(key, bool) or not isinstance(key, (int, str)):
             raise SourceError(
-                f"the key {key!r} is a {type(key).__qualname__}: expected the number of a constant in its "
+                f"the key {quoted(key)} is a {type(key).__qualname__}: expected the number of a constant in its "
                 "graph, or its key as text"
             )
         if str(key) in named:
