@@ -19,6 +19,10 @@ say '$ python make_checkpoint.py | python -m stream_pack convert - demo.pack'
 say '$ python -m stream_pack inspect demo.pack'
 "$python" -m stream_pack inspect demo.pack
 
+say '$ python -m stream_pack inspect demo.pack --html demo.html'
+"$python" -m stream_pack inspect demo.pack --html demo.html
+grep '<title>' demo.html
+
 say '$ python -m stream_pack verify demo.pack'
 "$python" -m stream_pack verify demo.pack
 

@@ -71,7 +71,7 @@ def _facts(inspection: Inspection, damages: Sequence[Damage] | None) -> str:
     if inspection.checksum is not None:
         facts.append(("root checksum", f"{inspection.checksum:016x}"))
     if damages is not None:
-        facts.append(("verified", f"{counted(len(damages), 'damage')} found" if damages else "no damage"))
+        facts.append(("verified", f"damage in {counted(len(damages), 'place')}" if damages else "no damage"))
     if inspection.alignment is not None:
         small, large = inspection.alignment
         facts.append(("alignment", f"{small} bytes, of large tensors {large}"))

@@ -28,7 +28,8 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is insta
 
 HOSTILE = [
     '</script><script>document.title = "owned"</script>',
-    "<!--<script>",
+    '</script x="',
+    "<!--<script ",
     "<img src=x onerror=\"document.title='owned'\">",
     "line\u2028separator\u2029and\nnewline\0",
     "{{facts}} {{data}}",
@@ -199,7 +200,9 @@ def test_a_search_lists_what_matches(pack: Path) -> None:
     assert listed(browsed(path, "#q=layers.3.*")) == [f"layers.3.w{k}" for k in range(3)]
     assert listed(browsed(path, "#q=nothing")) == []
     assert listed(browsed(path, "#q=layers.?.w0&sort=-name")) == [f"layers.{n}.w0" for n in range(7, -1, -1)]
-    assert listed(browsed(path, "#sort=bytes"))[:2] == ["embed", "head"]
+    dom = browsed(path, "#sort=bytes")
+    assert listed(dom)[:2] == ["embed", "head"]
+    assert dom.count("aria-sort=") == dom.count('aria-sort="descending"') == 1
 
 
 @needs_browser

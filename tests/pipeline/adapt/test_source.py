@@ -17,6 +17,7 @@ from stream_pack.pipeline.adapt.cast_rules import cast_rules
 from stream_pack.pipeline.adapt.select import Rename, Selection
 from stream_pack.pipeline.adapt.source import Adaptation, adapted
 from stream_pack.pipeline.chunks import Zeros
+from stream_pack.pipeline.places import NOWHERE
 from stream_pack.sources.memory.source import LiveSource
 from stream_pack.sources.safetensors import SafetensorsSource
 from stream_pack.sources.torch_save.zip import TorchZipSource
@@ -256,3 +257,14 @@ def test_what_is_left_out_needs_no_spool(tmp_path: Path) -> None:
     assert report.spool_nbytes == 0
     stream_pack.convert({"w": torch.arange(6.0).half()}, tmp_path / "pack")
     assert out.getvalue() == (tmp_path / "pack").read_bytes()
+
+
+def test_what_is_cast_has_no_place_and_the_rest_keeps_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(100), "ids": torch.arange(4)}, path)
+    source = SafetensorsSource(file_stream(path.read_bytes(), tmp_path))
+    with adapted(source, Adaptation(Selection(), cast_rules("bf16"))) as cast:
+        kept, requests = requests_for(cast.catalog)
+        offsets = dict(zip((cast.catalog.names[k] for k in kept), cast.places(requests).offsets.tolist()))
+    assert offsets["w"] == NOWHERE
+    assert path.read_bytes()[offsets["ids"] :][:32] == bytes(torch.arange(4).view(torch.uint8).numpy())
