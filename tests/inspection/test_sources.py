@@ -388,7 +388,14 @@ def large_dcp(folder: Path) -> Path:
     return folder
 
 
-LARGE = [large_zip, large_legacy, large_safetensors, large_shards, large_gguf, large_dcp]
+LARGE = [
+    large_zip,
+    large_legacy,
+    large_safetensors,
+    large_shards,
+    large_gguf,
+    pytest.param(large_dcp, marks=pytest.mark.slow),  # torch writes it out
+]
 
 
 @needs_io
