@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
+from stream_pack.errors import (
+    LimitError,
+    SourceChangedError,
+    SourceError,
+    StateError,
+    StreamPackError,
+    UnsupportedTensorError,
+)
 from stream_pack.format.catalog import Catalog, CatalogBuilder
 from stream_pack.format.ranges import fresh_nbytes, starts_apart
 from stream_pack.format.rows import rows
@@ -53,7 +60,7 @@ class LiveSource(Source):
     ) -> None:
         self._values: list[object] = []
         names: list[str] = []
-        described = _Described()
+        self._described = described = _Described()
         refused: list[tuple[str, StreamPackError]] = []
         for name, value in _items(tensors):
             try:
@@ -83,7 +90,23 @@ class LiveSource(Source):
                     f"no tensor covers bytes {start} to {start + nbytes} of storage {storage}: "
                     "the source is closed, or the request is not made from its catalog"
                 )
-            yield _describe(self.catalog.names[row], self._values[row]), start - self.catalog.starts.item(row)
+            yield self._again(row), start - self.catalog.starts.item(row)
+
+    def _again(self, row: int) -> LiveTensor:
+        """The tensor of a row as it was described before.
+
+        Raises: SourceChangedError when it is another now: its bytes might be taken for elements of the old dtype.
+        """
+        name, value = self.catalog.names[row], self._values[row]
+        tensor, described = _describe(name, value), self._described
+        before = (self.catalog.dtypes.item(row), described.begins[row], described.ends[row])
+        same = (tensor.dtype, *tensor.span) == before and tensor.space == described.spaces[row]
+        if not same or tensor.shape != described.shapes[row] or tensor.derivation != described.derivations.get(row):
+            raise SourceChangedError(
+                f"tensor {quoted(name)} was given another memory, shape or dtype while it was packed: keep the model "
+                "as it is until that has ended, or pack a copy"
+            )
+        return tensor
 
     def close(self) -> None:
         self._values = []
@@ -122,6 +145,7 @@ class _Described:
         numbers: dict[Hashable, int] = {}
         spaces = np.array([numbers.setdefault(space, len(numbers)) for space in self.spaces], np.int64)
         begins, ends = np.asarray(self._storage_begins), np.asarray(self._storage_ends)
+        self._storage_begins = self._storage_ends = array("q")  # the rest is needed until the tensors are read
         allocations, firsts = np.zeros_like(begins), np.zeros_like(begins)
         count = nbytes = 0
         order = np.lexsort((ends, begins, spaces))

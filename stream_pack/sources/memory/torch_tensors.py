@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -51,8 +52,10 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
     reason = _why_not_plain(tensor)
     if reason:
         raise UnsupportedTensorError(f"tensor {quoted(name)} {reason}", tensor=name)
-    tensor = tensor.detach()  # no autograd graph over the windows
-    dtype = BY_TORCH[str(tensor.dtype).removeprefix("torch.")]
+    if tensor.requires_grad:
+        tensor = tensor.detach()  # no autograd graph over the windows
+    dtype = _number(tensor.dtype)
+    assert dtype is not None
     shape = list(tensor.shape)
     if DTYPES[dtype].torch_pairs:
         if not shape:
@@ -63,9 +66,12 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
             )
         shape[-1] *= 2
     itemsize = tensor.itemsize
+    plain = _is_plain(tensor)
     strides = tuple(stride * itemsize for stride in tensor.stride())
     storage = tensor.untyped_storage()
-    begin, end = byte_span(int(tensor.storage_offset()) * itemsize, tensor.shape, strides, itemsize)
+    begin = int(tensor.storage_offset()) * itemsize
+    span = (begin, begin + tensor.numel() * itemsize)
+    begin, end = span if plain else byte_span(begin, tensor.shape, strides, itemsize)
     space: Hashable
     if in_host_memory(tensor):
         space, base = HOST, _storage_address(tensor)
@@ -78,7 +84,6 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
             f"{base:#x}: its memory was freed or moved away (sharded training does that); gather it first",
             tensor=name,
         )
-    plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()  # most of many are
     return _Tensor(
         dtype=dtype,
         shape=tuple(shape),
@@ -88,6 +93,11 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> LiveTensor:
         derivation=None if plain else _derivation(name, dtype, tensor, strides, base + begin),
         tensor=tensor,
     )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are just what a pack holds; most of many tensors are so."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _derivation(name: str, dtype: int, tensor: torch.Tensor, strides: tuple[int, ...], address: int) -> Recipe | None:
@@ -123,9 +133,15 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
         return "is on the meta device: it has no bytes"
     if tensor._is_zerotensor():
         return "is a placeholder for zeros without bytes: save x.clone()"
-    if str(tensor.dtype).removeprefix("torch.") not in BY_TORCH:
+    if _number(tensor.dtype) is None:
         return f"has the dtype {tensor.dtype}, which a pack cannot hold: save x.view(torch.uint8), or convert it"
     return None
+
+
+@cache
+def _number(dtype: torch.dtype) -> int | None:
+    """The number of a dtype; None if no pack holds it."""
+    return BY_TORCH.get(str(dtype).removeprefix("torch."))
 
 
 class _Address:

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import stream_pack
-from stream_pack.errors import LimitError, SourceError, StateError, StreamPackError, UnsupportedTensorError
+from stream_pack.errors import (
+    LimitError,
+    SourceChangedError,
+    SourceError,
+    StateError,
+    StreamPackError,
+    UnsupportedTensorError,
+)
 from stream_pack.sources.memory import torch_tensors as live_torch
 from stream_pack.sources.memory.source import LiveSource
 from tests.sources.source_suite import (
@@ -236,6 +243,46 @@ class TestAModule(SourceSuite):
 
 
 # What is shared.
+
+
+def other_dtype(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.bfloat16()
+
+
+def other_memory(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def other_shape(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.reshape(3, 2)
+
+
+def other_strides(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.t()
+
+
+def shorter(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data[:1]
+
+
+@pytest.mark.parametrize("change", [other_dtype, other_memory, other_shape, other_strides, shorter])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_tensor_that_is_another_by_the_time_it_is_read_is_refused(
+    change: Callable[[torch.Tensor], None], turned: bool, tmp_path: Path
+) -> None:
+    """As when a model is trained or cast on while it is saved: the old dtype with the new bytes would look right."""
+    tensor = torch.arange(6.0).half().reshape(2, 3)
+    tensor = tensor.reshape(3, 2).t() if turned else tensor
+    given = {"first": torch.ones(1), "w": tensor, "last": torch.ones(2)}
+
+    def then(_done: int, _total: int) -> None:
+        if given:
+            change(given.pop("w"))
+            given.clear()
+
+    with pytest.raises(SourceChangedError, match="'w' was given another memory, shape or dtype"):
+        stream_pack.convert(dict(given), tmp_path / "pack", progress=then, jobs=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_contiguous_tensor_is_read_where_it_lies() -> None:
