@@ -8,10 +8,11 @@ the padding that follows it.  Other backends' names are hashes of something else
 from __future__ import annotations
 
 import re
+from collections.abc import Sized
 
 from stream_pack.et_files.survey import Survey
 
-__all__ = ["named_digests"]
+__all__ = ["describe_digests", "named_digests"]
 
 _NAME = re.compile(r"(?:scale_)?([0-9a-f]{64})")
 
@@ -30,3 +31,10 @@ def named_digests(survey: Survey) -> dict[int, bytes]:
                     digests[row] = bytes.fromhex(found[1])
         first += count
     return digests
+
+
+def describe_digests(digests: Sized, survey: Survey) -> str:
+    """Which checksums the constants of the file have, as a phrase."""
+    if not digests:
+        return "none"
+    return "SHA-256 of each constant" if len(digests) == len(survey.constants) else f"SHA-256 of {len(digests)}"

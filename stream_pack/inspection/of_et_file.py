@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 
+from stream_pack.et_files.digests import describe_digests, named_digests
 from stream_pack.et_files.payload import Payload
 from stream_pack.et_files.survey import Survey
 from stream_pack.inspection.inspection import InspectedPart, InspectedPayload, Inspection
@@ -37,7 +38,7 @@ def _inspection(survey: Survey, file: FileRange) -> Inspection:
         nbytes=file.available,
         tensors_nbytes=int(survey.constants.nbytes.sum()),
         metadata={},
-        checksums="none",
+        checksums=describe_digests(named_digests(survey), survey),
         rows=tuple(rows_of(index, 0, survey.constants.invalid, survey.constants.orders)),
         parts=tuple(_parts(survey, file.available)),
         payloads=tuple(_payload_row(payload) for payload in survey.payloads if payload.users),

@@ -16,6 +16,7 @@ from stream_pack import (
     FormatError,
     NotAPackError,
     RawPayloadError,
+    SourceChecksumError,
     TruncatedError,
     TruncatedSourceError,
     UnsupportedCheckpointError,
@@ -55,6 +56,7 @@ def survey(data: bytes) -> Survey:
 UNCONVERTIBLE = (
     FormatError,
     NotAPackError,
+    SourceChecksumError,
     TruncatedError,
     TruncatedSourceError,
     UnsupportedCheckpointError,

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import stream_pack
-from stream_pack import ChecksumError, RawPayloadError
+from stream_pack import ChecksumError, RawPayloadError, SourceChecksumError
 from stream_pack.cli import main
+from tests.sources.byte_sources import Dribble
 from tests.support.bad_disk import environment, needs_compiler
 from tests.support.et_files import Delegate, Named, mps_payload, program, ptd
 
@@ -83,6 +84,42 @@ def test_data_that_are_called_by_their_sha256_are_verified_against_it(
         assert (listed["expected"], listed["actual"]) == (name.removeprefix("scale_"), found)
         assert main(["verify", str(path), "--quiet"]) == 1
         capfd.readouterr()
+
+
+@pytest.mark.parametrize("piped", [False, True])
+@pytest.mark.parametrize("make", [a_program, a_data_file])
+def test_damage_to_such_data_is_not_packed_as_if_it_were_whole(make: object, piped: bool, tmp_path: Path) -> None:
+    """Checksums that a pack gets of its own would hide it for ever."""
+    assert callable(make)
+    data = make([DIGEST, f"scale_{SCALE_DIGEST}"])
+    path, target = tmp_path / "file", tmp_path / "target"
+
+    def convert(written: bytes, **options: str) -> str:
+        path.write_bytes(written)
+        return stream_pack.convert(Dribble(written, step=64) if piped else path, target, **options).verification  # type: ignore[arg-type]
+
+    assert convert(data) == "SHA-256 of all data verified"
+    assert stream_pack.inspect(path).checksums == "SHA-256 of each constant"
+    target.unlink()
+    for place, name in ((BASE, DIGEST), (BASE + 199, DIGEST), (BASE + PITCH + 5, f"scale_{SCALE_DIGEST}")):
+        changed = flipped(data, place)
+        with pytest.raises(SourceChecksumError, match=f"the data '{name}' .* have another SHA-256 than their name"):
+            convert(changed)
+        assert not target.exists()
+        assert convert(changed, exclude=name) == "SHA-256 of all data verified"
+        target.unlink()
+    with pytest.raises(SourceChecksumError):
+        stream_pack.extract(path, tmp_path / "target.npz")
+
+
+def test_a_conversion_says_how_much_had_a_digest(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(a_program([DIGEST, f"scale_{SCALE_DIGEST}"], also=b"constants of the program"))
+    said = stream_pack.convert(path, tmp_path / "target").verification
+    assert said == "SHA-256 of 2 data verified; 1 constant without a checksum"
+    assert stream_pack.inspect(path).checksums == "SHA-256 of 2"
+    path.write_bytes(flipped(a_program([f"x{DIGEST}", "scales"]), BASE))
+    assert stream_pack.convert(path, tmp_path / "target").verification == "the source carries no checksum"
 
 
 def test_padding_after_data_is_not_part_of_them(tmp_path: Path) -> None:

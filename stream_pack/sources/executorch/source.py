@@ -30,6 +30,7 @@ from stream_pack.pipeline.spool import Spool, SpoolFile
 from stream_pack.sources.executorch.catalog import FILE, catalog_constants
 from stream_pack.sources.executorch.footers import FooterWatch, damaged_head
 from stream_pack.sources.executorch.heads import HeadsInFile, HeadsInPipe, OutOfOrder
+from stream_pack.sources.executorch.named import NamedData
 from stream_pack.sources.executorch.reordered import Waiting, gathered, groups_of
 from stream_pack.sources.pack.source import PackSource
 from stream_pack.sources.sets.composite import JoinedSource, Member
@@ -119,6 +120,7 @@ class ExportedSource(Source):
         self._survey = survey
         self._file = heads if isinstance(heads, HeadsInFile) else None
         self._spooled = spooled
+        self._named = NamedData(survey)
         catalogued = catalog_constants(survey.constants)
         self._recipes = catalogued.recipes
         kind = "ExecuTorch program" if survey.kind == "pte" else KINDS[survey.kind].raw
@@ -149,12 +151,18 @@ class ExportedSource(Source):
     def verification(self) -> str:
         if not len(self.catalog):
             return "nothing but packs holds constants"
-        return "the source carries no checksum"
+        return self._named.verification
+
+    @property
+    def checksums(self) -> str:
+        return self._named.checksums
 
     def stream(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
-        if self._file is None:
-            yield from self._pass_by(requests, options)
-            return
+        pieces = self._pass_by(requests, options) if self._file is None else self._in_place(requests, options)
+        return self._named.checked(requests, pieces)
+
+    def _in_place(self, requests: Requests, options: StreamOptions) -> Iterator[Piece]:
+        assert self._file is not None
         for buffer, (storage, start, nbytes) in enumerate(requests.rows()):
             if storage == FILE:
                 self._stream.seek(start)
