@@ -41,6 +41,7 @@ class Kind(enum.Enum):
     SAFETENSORS = "a safetensors file"
     GGUF = "a GGUF file"
     # Other forms of weights.
+    TORCH_TAR = "a checkpoint of torch 0.1: load it with a later torch and save it again"
     TORCH_SCRIPT = "a TorchScript archive, which holds code: load it with torch.jit.load and save its state_dict()"
     TORCH_EXPORT = "a torch.export program (.pt2): load it with torch.export.load and save its state_dict"
     PICKLE = (
@@ -53,7 +54,7 @@ class Kind(enum.Enum):
     PTD = "an ExecuTorch data file (.ptd)"
     # Containers and compression.
     ZIP = "a zip archive, but not of torch.save: unpack it first"
-    TAR = "a tar archive: unpack it first (a checkpoint of torch 0.1 has to be saved again with a later torch)"
+    TAR = "a tar archive: pipe the checkpoint in it, `tar -xOf FILE MEMBER | stream-pack convert - x.pack`"
     GZIP = "compressed data: pipe it through gzip -dc"
     ZSTD = "compressed data: pipe it through zstd -dc"
     XZ = "compressed data: pipe it through xz -dc"
@@ -172,7 +173,9 @@ def _structured(start: bytes) -> Kind | None:
     nbytes = int.from_bytes(start[:8], "little")
     if nbytes <= MAX_SAFETENSORS_HEADER_NBYTES and _JSON_OBJECTS.fullmatch(start[8 : 8 + nbytes]):
         return Kind.SAFETENSORS
-    return Kind.TAR if _is_tar_block(start) else None
+    if not _is_tar_block(start):
+        return None
+    return Kind.TORCH_TAR if start.startswith(b"sys_info\0") else Kind.TAR
 
 
 def _marked(start: bytes) -> Kind | None:

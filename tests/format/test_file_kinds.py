@@ -34,10 +34,10 @@ def zipped(*names: str) -> bytes:
     return file.getvalue()
 
 
-def tarred(tar_format: int) -> bytes:
+def tarred(tar_format: int, name: str = "model_weights.ckpt") -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w", format=tar_format) as archive:
-        archive.addfile(tarfile.TarInfo("sys_info"))
+        archive.addfile(tarfile.TarInfo(name))
     return file.getvalue()
 
 
@@ -88,6 +88,8 @@ LZ4 = bytes.fromhex("04224d1864 40a7".replace(" ", ""))  # the frame header of l
         (b"\x1c\0\0\0FT01\0\0\0\0", Kind.PTD),
         (tarred(tarfile.GNU_FORMAT), Kind.TAR),
         (tarred(tarfile.USTAR_FORMAT), Kind.TAR),
+        (tarred(tarfile.USTAR_FORMAT, "sys_info"), Kind.TORCH_TAR),
+        (tarred(tarfile.USTAR_FORMAT, "sys_info.txt"), Kind.TAR),
         (gzip.compress(TEXT, mtime=0), Kind.GZIP),
         (bz2.compress(TEXT), Kind.BZIP2),
         (lzma.compress(TEXT), Kind.XZ),

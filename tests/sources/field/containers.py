@@ -113,10 +113,10 @@ def exported() -> bytes:
     return repacked({"archive_format": b"pt2", "data/weights/w": bytes(4), "models/m.json": b"{}"})
 
 
-def tar() -> bytes:
+def tar(name: str) -> bytes:
     target = io.BytesIO()
     with tarfile.open(fileobj=target, mode="w", format=tarfile.USTAR_FORMAT) as made:
-        made.addfile(tarfile.TarInfo("sys_info"), io.BytesIO())
+        made.addfile(tarfile.TarInfo(name), io.BytesIO())
     return target.getvalue()
 
 
@@ -213,7 +213,8 @@ STORED: list[Case] = [
     packed("zip64 descriptors of small records", twelve, wide_descriptors),
     packed("legacy", twelve, lambda: legacy(twelve())),
     packed("legacy float8, which torch cannot load", lambda: of_dtypes(FLOAT8), lambda: legacy(of_dtypes(FLOAT8))),
-    refused("tar", tar, "tar"),
+    refused("torch 0.1's tar", partial(tar, "sys_info"), r"torch 0\.1: load it"),
+    refused("NeMo's tar", partial(tar, "model_weights.ckpt"), r"a tar archive: pipe the checkpoint in it, `tar -xOf "),
     packed("safetensors", safe, safetensors_file),
     packed("safetensors with a padded header", safe, partial(safetensors_file, padding=100)),
     refused("safetensors with a hole", lambda: crafted([1], [0, 4], [8, 12]), "a hole, an overlap"),
