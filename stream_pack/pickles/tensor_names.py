@@ -193,5 +193,5 @@ def _unnamed(level: _Level, key: object) -> UnsupportedCheckpointError | None:
         return None
     below = f" below {quoted(level.prefix[:-1])}" if level.prefix else ""
     return UnsupportedCheckpointError(
-        f"a tensor is under the key {shown_pickled(key)}{below}: only text or a number can name a tensor"
+        f"a tensor is under the key {shown_pickled(key)}{below}: only text or an integer can name a tensor"
     )

@@ -154,7 +154,7 @@ def test_a_number_beside_its_text_is_refused_only_where_both_are_taken(tmp_path:
 def test_what_is_neither_text_nor_a_number_names_nothing_but_can_be_left_out(tmp_path: Path, key: object) -> None:
     data = saved({"a": {key: {"w": torch.ones(1)}, "ok": torch.zeros(1)}, "b": torch.ones(2)})
     for options in ({}, {"include": "a.*"}, {"exclude": "b"}):
-        with pytest.raises(StreamPackError, match="below 'a': only text or a number can name a tensor"):
+        with pytest.raises(StreamPackError, match="below 'a': only text or an integer can name a tensor"):
             converted(io.BytesIO(data), tmp_path / "pack", key=".", **options)
     assert converted(io.BytesIO(data), tmp_path / "pack", key=".", exclude="a.*").keys() == {"b"}
     assert converted(io.BytesIO(data), tmp_path / "pack", key=".", include="a.ok").keys() == {"a.ok"}

@@ -27,7 +27,7 @@ from stream_pack.sources.sets.composite import (
     opened,
     say_where,
 )
-from stream_pack.text import MAX_LISTED, listed, quoted, shown
+from stream_pack.text import MAX_LISTED, counted, listed, quoted, shown
 
 __all__ = ["is_index_name", "open_hugging_face"]
 
@@ -110,7 +110,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
         missing = wanted.keys() - set(names)
         if missing:
             raise UnsupportedCheckpointError(
-                f"{quoted(index)} lists {len(missing)} tensors that are missing from {quoted(file)}: "
+                f"{quoted(index)} lists {counted(len(missing), 'tensor')} missing from {quoted(file)}: "
                 f"{listed(sorted(missing))}; the files are of different checkpoints, or one was replaced"
             )
         members.append(Member(file, source, [k for k, name in enumerate(names) if name in wanted]))
@@ -126,7 +126,7 @@ def _join(index: str, files: dict[str, dict[str, None]], sources: list[Source], 
         warnings.append(f"the files disagree about the metadata {listed(disputed)}: left out")
     return JoinedSource(
         members,
-        kind=f"Hugging Face set of {len(files)} files",
+        kind=f"Hugging Face set of {counted(len(files), 'file')}",
         metadata=metadata,
         warnings=warnings,
         files=read,

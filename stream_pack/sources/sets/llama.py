@@ -40,7 +40,7 @@ from stream_pack.sources.sets.composite import (
     together,
 )
 from stream_pack.sources.sets.llama_params import PARAMS, LlamaParams, merged_along, read_params
-from stream_pack.text import listed, quoted
+from stream_pack.text import counted, listed, quoted
 
 __all__ = ["LlamaSource", "is_shard_name"]
 
@@ -83,7 +83,7 @@ class LlamaSource(Source):
             self._check_shards()
             members = [Member(name, shard, ()) for name, shard in zip(names, self._shards)]
             traits = Traits(
-                f"Llama set of {len(names)} shards",
+                f"Llama set of {counted(len(names), 'shard')}",
                 held_nbytes=sum(MIN_PART_CHUNK_NBYTES + shard.traits.held_nbytes for shard in self._shards),
                 warnings=tuple(member_warnings(members)),
                 remarks=tuple(member_remarks(members)),

@@ -235,7 +235,7 @@ CONTENT: list[Case] = [
         key=".",
     ),
     *(
-        refused(f"the key {key!r}", partial(keyed, key), "only text or a number can name a tensor")
+        refused(f"the key {key!r}", partial(keyed, key), "only text or an integer can name a tensor")
         for key in (("a", 1), None, 1.5)
     ),
     refused("a lone surrogate in a name", partial(keyed, "\ud800"), "surrogate|UTF-8"),

@@ -129,6 +129,15 @@ def test_a_folder_with_an_index_and_the_index_itself_are_the_same(tmp_path: Path
             assert torch.equal(pack[name].torch(), tensor)
 
 
+def test_a_set_may_have_one_file(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "1.safetensors")
+    write_index(tmp_path / "m.index.json", {"w": "1.safetensors"})
+    assert stream_pack.convert(tmp_path, tmp_path / "out.pack").source_kind == "Hugging Face set of 1 file"
+    index = write_index(tmp_path / "m.index.json", {"w": "1.safetensors", "b": "1.safetensors"})
+    with pytest.raises(UnsupportedCheckpointError, match="lists 1 tensor missing from '1.safetensors': 'b'"):
+        stream_pack.convert(index, tmp_path / "out.pack")
+
+
 def test_tied_tensors_of_a_shard_stay_tied(tmp_path: Path) -> None:
     report = stream_pack.convert(write_bin(tmp_path), tmp_path / "out.pack")
     assert report.tied == 1
@@ -222,7 +231,7 @@ def test_a_tensor_that_is_not_in_its_file_is_named(tmp_path: Path) -> None:
     write_safetensors(tmp_path)
     weight_map = {"embed": f"{SHARDS[0]}.safetensors", "nowhere": f"{SHARDS[0]}.safetensors"}
     index = write_index(tmp_path / "m.index.json", weight_map)
-    with pytest.raises(UnsupportedCheckpointError, match="lists 1 tensors that are missing from .*: 'nowhere'"):
+    with pytest.raises(UnsupportedCheckpointError, match="lists 1 tensor missing from .*: 'nowhere'"):
         open_source(index)
 
 

@@ -112,7 +112,7 @@ def test_any_number_of_shards_gives_the_pack_of_the_whole_model(
         folder = write(tmp_path / str(shards), parts if views else contiguous(parts))
         report = stream_pack.convert(folder, target := tmp_path / "out.pack")
         assert target.read_bytes() == (tmp_path / "whole.pack").read_bytes()
-        assert report.source_kind == f"Llama set of {shards} shards"
+        assert report.source_kind == f"Llama set of {shards} shard{'s' * (shards > 1)}"
         assert report.verification == "CRC-32 of every record verified"
         with open(tmp_path / "stream.pack", "wb", buffering=0) as out:
             stream_pack.convert(folder, out, spool_dir=tmp_path, chunk_nbytes=100)
